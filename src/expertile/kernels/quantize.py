@@ -1,0 +1,81 @@
+"""Activations to e4m3: one scale for all (given), one a row, or one per row and 128 values.
+
+    scale = max(absmax, 1e-10) / 448          q = round(clamp(x / scale, -448, 448))
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..problem import Quant
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, to_fp8
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,  # [rows, WIDTH]
+    q_ptr,  # [rows, WIDTH]
+    scale_ptr,  # [1], [rows] or [rows, WIDTH / 128]
+    rows_ptr,  # [1] rows that exist, or None for all
+    stride_xm,
+    WIDTH: tl.constexpr,
+    MODE: tl.constexpr,  # static, row or block
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    if rows_ptr is not None:
+        if row >= tl.load(rows_ptr):
+            return
+    n = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_xm + n, mask=n < WIDTH, other=0.0).to(tl.float32)
+    if MODE == "static":
+        q = to_fp8(x, tl.load(scale_ptr))
+    elif MODE == "row":
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
+        tl.store(scale_ptr + row, scale)
+        q = to_fp8(x, scale)
+    else:
+        GROUPS: tl.constexpr = BLOCK // 128
+        group = tl.arange(0, GROUPS)
+        x = tl.reshape(x, (GROUPS, 128))
+        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
+        tl.store(scale_ptr + row * ((WIDTH + 127) // 128) + group, scale, mask=group < (WIDTH + 127) // 128)
+        q = tl.reshape(to_fp8(x, scale[:, None]), (BLOCK,))
+    tl.store(q_ptr + row * WIDTH + n, q, mask=n < WIDTH)
+
+
+def _constants(width: int, quant: Quant, static: bool, pdl: bool) -> dict:
+    mode = "static" if static else "block" if quant is Quant.FP8_BLOCK else "row"
+    return dict(WIDTH=width, MODE=mode, BLOCK=max(128, triton.next_power_of_2(width)), PDL=pdl)
+
+
+def _options(width: int, pdl: bool) -> dict:
+    return {"num_warps": 4 if width <= 4096 else 8, **({"launch_pdl": True} if pdl else {})}
+
+
+def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):
+    """q = x in e4m3 with `scale`: read when static, else written.
+
+    Shapes    x [R, W], W contiguous -> q [R, W], scale [1] | [R] | [R, ceil(W / 128)]
+    Dtypes    x bf16, fp16 or fp32; q e4m3; scale fp32
+    Rows      rows: int32 on the device, only that many rows exist (the rest is neither read nor written)
+    """
+    width = x.shape[1]
+    _quantize_kernel[(x.shape[0],)](
+        x, q, scale, rows, x.stride(0), **_constants(width, quant, static, pdl), **_options(width, pdl)
+    )
+    return q, scale
+
+
+def signature(width: int, quant: Quant, dtype="bf16", static=False, counted=False, pdl=True) -> Specialization:
+    """What quantize asks the compiler for."""
+    constants = _constants(width, quant, static, pdl) | ({} if counted else {"rows_ptr": None})
+    types = dict(x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32", rows_ptr="*i32", stride_xm="i32")
+    types = {name: kind for name, kind in types.items() if name not in constants} | dict.fromkeys(constants, "constexpr")
+    aligned = tuple(name for name, kind in types.items() if kind.startswith("*")) + ("stride_xm",)
+    return Specialization(_quantize_kernel, types, constants, aligned, _options(width, pdl))

@@ -1,0 +1,164 @@
+"""How it will be computed: backend, tile configurations and buffers, as plain data with a JSON round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from .problem import BLOCK, Activation, DType, Problem, Quant
+
+ITEM_BYTES = {"i32": 4, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+ALIGN = 256  # bytes: every buffer of a workspace starts on such a boundary
+
+
+class Backend(str, Enum):
+    REFERENCE = "reference"  # float64, any device, the oracle
+    TORCH = "torch"  # torch's own matrix products, any device
+    TRITON = "triton"  # our kernels
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of one grouped product, in elements.
+
+    block_m   routed rows (tokens)      block_n   weight rows      block_k   the contracted dimension
+    swap      weight rows on the 64-row side of WGMMA, tokens on its narrow side: acc [block_n, block_m]
+    group_m   row tiles that share one sweep over the weight rows (plain product only), for L2
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    swap: bool = False
+    group_m: int = 1
+
+    @property
+    def name(self) -> str:
+        swap = "swap" if self.swap else "plain"
+        return f"{swap} {self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages} g{self.group_m}"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    name: str
+    shape: tuple[int, ...]
+    item: str  # key of ITEM_BYTES
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.item]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend that was looked at: its price, or the reasons why it cannot run."""
+
+    backend: Backend
+    reasons: tuple[str, ...] = ()
+    time_us: float | None = None
+    source: str = ""  # where time_us comes from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one Problem on one device.
+
+    gemm1, gemm2    tiles (TRITON only); they share block_m, so one list of row tiles serves both
+    fuse_quant      GEMM1's epilogue writes h already quantised
+    pdl             kernels are chained by programmatic dependent launch
+    source          "measured: ..." or "model: ..." or "forced"
+    candidates      every backend that was looked at
+    """
+
+    problem: Problem
+    device: str
+    backend: Backend
+    gemm1: GemmConfig | None = None
+    gemm2: GemmConfig | None = None
+    fuse_quant: bool = False
+    pdl: bool = False
+    time_us: float | None = None
+    floor_us: float | None = None
+    source: str = ""
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Short form, as a benchmark row's `plan`."""
+        if self.backend is not Backend.TRITON:
+            return self.backend.value
+        flags = ("+fuse_quant" if self.fuse_quant else "") + ("+pdl" if self.pdl else "")
+        return f"triton[{self.gemm1.name} | {self.gemm2.name}]{flags}"
+
+    @property
+    def max_tiles(self) -> int:
+        """Upper bound of the row tiles: every expert hit may leave one tile partly empty."""
+        rows, block = self.problem.rows, self.gemm1.block_m
+        hit = min(self.problem.experts, rows)
+        return hit + max(rows - hit, 0) // block
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Scratch memory of one call, in order. Nothing in it outlives the call; layers may share it."""
+        if self.backend is not Backend.TRITON:
+            return ()
+        p, item = self.problem, self.problem.dtype.value
+        found = [
+            Buffer("gather", (p.rows,), "i32"),
+            Buffer("offsets", (p.experts + 1,), "i32"),
+            Buffer("tiles", (self.max_tiles, 4), "i32"),
+            Buffer("counts", (route_programs(p.rows), p.experts), "i32"),
+        ]
+        if p.quant is Quant.NONE:
+            found += [Buffer("h", (p.rows, p.inter), item)]
+        else:
+            found += [Buffer("x_q", (p.tokens, p.hidden), "fp8")]
+            found += scale_buffers("x_scale", p.tokens, p.hidden, p)
+            found += [Buffer("h_q", (p.rows, p.inter), "fp8")]
+            found += scale_buffers("h_scale", p.rows, p.inter, p)
+            if not self.fuse_quant:
+                found += [Buffer("h", (p.rows, p.inter), item)]
+        return (*found, Buffer("y", (p.rows, p.hidden), item))
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(-(-buffer.bytes // ALIGN) * ALIGN for buffer in self.buffers)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=lambda value: value.value)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        data = json.loads(text)
+        data["problem"]["activation"] = Activation(**data["problem"]["activation"])
+        data["problem"] = Problem(**data["problem"])
+        data["backend"] = Backend(data["backend"])
+        for name in ("gemm1", "gemm2"):
+            data[name] = GemmConfig(**data[name]) if data[name] else None
+        data["candidates"] = tuple(
+            Candidate(Backend(c["backend"]), tuple(c["reasons"]), c["time_us"], c["source"]) for c in data["candidates"]
+        )
+        return cls(**data)
+
+
+ROUTE_BLOCK = 1024  # routed rows that one program of the routing kernel sorts
+
+
+def route_programs(rows: int) -> int:
+    return max(1, -(-rows // ROUTE_BLOCK))
+
+
+def scale_buffers(name: str, rows: int, width: int, problem: Problem) -> list[Buffer]:
+    """The buffer that holds the activation scales of [rows, width]; none when they are given ahead."""
+    if problem.static_scale:
+        return []
+    groups = -(-width // BLOCK) if problem.quant is Quant.FP8_BLOCK else 1
+    return [Buffer(name, (rows, groups), "fp32")]
+
+
+__all__ = ["ALIGN", "Backend", "Buffer", "Candidate", "DType", "GemmConfig", "Plan", "ROUTE_BLOCK", "route_programs"]

@@ -1,0 +1,102 @@
+"""Problem + Hardware -> Plan, by table and by model, in the standard library alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ..errors import UnsupportedProblem
+from ..hardware import DEVICES, Hardware
+from ..plans import Backend, Candidate, Plan
+from ..problem import Problem, Quant
+from . import table
+from .model import floor_us, plan_us
+from .rules import reasons, tile_reasons
+from .tiles import choose_tiles, fused_quant
+
+__all__ = ["decide", "explain", "reasons", "tile_reasons"]
+
+
+@lru_cache(maxsize=4096)
+def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None) -> Plan:
+    """The fastest plan that can run, by measured table, else by the model. A pure function, memoised.
+
+    backend forces one; if it cannot run the problem, UnsupportedProblem says why. REFERENCE is never chosen unasked.
+    """
+    looked_at, best = [], None
+    for candidate in Backend:
+        why = reasons(candidate, problem, hardware)
+        if why:
+            looked_at.append(Candidate(candidate, tuple(why)))
+            continue
+        plan = _plan(candidate, problem, hardware)
+        looked_at.append(Candidate(candidate, (), plan.time_us, plan.source))
+        if candidate is backend:
+            best = replace(plan, source=f"forced; {plan.source}")
+        elif backend is None and candidate is not Backend.REFERENCE and (best is None or plan.time_us < best.time_us):
+            best = plan
+    if best is None:
+        wanted = f"backend={backend.value}" if backend else "no backend"
+        detail = "; ".join(f"{c.backend.value}: {', '.join(c.reasons)}" for c in looked_at if c.reasons)
+        raise UnsupportedProblem(f"{wanted} can run this problem on {hardware.name}: {detail}")
+    return replace(best, candidates=tuple(looked_at))
+
+
+def _plan(backend: Backend, problem: Problem, hardware: Hardware) -> Plan:
+    plan = Plan(problem, hardware.name, backend, floor_us=floor_us(problem, hardware))
+    if backend is not Backend.TRITON:
+        return replace(plan, time_us=plan_us(plan, hardware), source="model")
+    entry = table.nearest(problem, hardware.name)
+    if entry and not (tile_reasons(entry.gemm1, problem, hardware) or tile_reasons(entry.gemm2, problem, hardware)):
+        gemm1, gemm2, fuse, source = entry.gemm1, entry.gemm2, entry.fuse_quant, f"tiles measured for {entry.source}"
+        fuse = fuse and fused_quant(problem, gemm1)
+    else:
+        gemm1, gemm2 = choose_tiles(problem, hardware)
+        fuse, source = fused_quant(problem, gemm1), "tiles by rows an expert"
+    plan = replace(plan, gemm1=gemm1, gemm2=gemm2, fuse_quant=fuse, pdl=True)
+    if entry and entry.exact and entry.tokens == problem.tokens:
+        return replace(plan, time_us=entry.time_us, source=f"measured; {source}")
+    return replace(plan, time_us=plan_us(plan, hardware), source=f"model; {source}")
+
+
+def explain(plan: Plan) -> str:
+    """The decision in words: the problem, what was chosen and from what, every other backend with price or reasons."""
+    p = plan.problem
+    activation = p.activation.name
+    sizes = f"T={p.tokens} H={p.hidden} I={p.inter} E={p.experts} top-k={p.top_k} {p.label} {activation}"
+    lines = [
+        f"{sizes} on {plan.device}",
+        f"  {p.rows} routed rows, {p.rows_per_expert:.2f} an expert, {p.experts_hit:.1f} experts hit (uniform routing)",
+        f"  -> {plan.backend.value}: {_us(plan.time_us)} ({plan.source}), floor {_us(plan.floor_us)}",
+    ]
+    if plan.backend is Backend.TRITON:
+        why = (
+            f"{plan.gemm1.block_m} tokens a tile sit on WGMMA's narrow side, weight rows fill its 64 rows"
+            if plan.gemm1.swap
+            else f"{plan.gemm1.block_m} tokens a tile fill WGMMA's 64-row side"
+        )
+        lines += [f"     gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {why}"]
+        if p.quant is not Quant.NONE:
+            where = "in GEMM1's epilogue" if plan.fuse_quant else "by a kernel of its own (its scale spans GEMM1 tiles)"
+            lines += [f"     h is quantised {where}"]
+        lines += [f"     workspace {plan.workspace_bytes / 2**20:.1f} MiB"]
+    for other in plan.candidates:
+        if other.backend is plan.backend:
+            continue
+        note = "; ".join(other.reasons) if other.reasons else f"{_us(other.time_us)} ({other.source})"
+        unasked = " (only when asked for)" if other.backend is Backend.REFERENCE else ""
+        lines.append(f"  {'no' if other.reasons else '  '} {other.backend.value}: {note}{unasked}")
+    return "\n".join(lines)
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.1f} us" if value < 1000 else f"{value / 1000:.2f} ms"
+
+
+def device(name: str) -> Hardware:
+    """A known device by name, for plans made elsewhere than on it."""
+    if name not in DEVICES:
+        raise UnsupportedProblem(f"device={name!r} is not known: use one of {', '.join(DEVICES)}")
+    return DEVICES[name]

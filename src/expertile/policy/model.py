@@ -1,0 +1,102 @@
+"""Bytes, operations, tiles and shared memory of a plan in closed form."""
+
+from __future__ import annotations
+
+import math
+
+from ..hardware import Hardware
+from ..plans import Backend, GemmConfig, Plan
+from ..problem import BLOCK, Problem, Quant
+
+
+def weight_bytes(problem: Problem) -> float:
+    """Bytes of one expert's weights and scales."""
+    values = problem.w13_rows * problem.hidden + problem.hidden * problem.inter
+    if problem.quant is Quant.NONE:
+        return values * problem.dtype.bytes
+    scales = {
+        Quant.FP8_TENSOR: 2,
+        Quant.FP8_CHANNEL: problem.w13_rows + problem.hidden,
+        Quant.FP8_BLOCK: values / BLOCK**2,
+    }[problem.quant]
+    return values + 4 * scales
+
+
+def flops(problem: Problem, rows: float | None = None) -> float:
+    rows = problem.rows if rows is None else rows
+    return 2.0 * rows * (problem.w13_rows * problem.hidden + problem.hidden * problem.inter)
+
+
+def peak(problem: Problem, hardware: Hardware) -> float:
+    return hardware.flops_per_s_16 if problem.quant is Quant.NONE else hardware.flops_per_s_8
+
+
+def floor_us(problem: Problem, hardware: Hardware) -> float:
+    """No kernel is faster: weights of the experts hit (uniform routing), input and output once, or the operations."""
+    moved = problem.experts_hit * weight_bytes(problem) + 2 * problem.tokens * problem.hidden * problem.dtype.bytes
+    return 1e6 * max(moved / hardware.hbm_bytes_per_s, flops(problem) / peak(problem, hardware))
+
+
+def smem_bytes(config: GemmConfig, problem: Problem) -> int:
+    """Shared memory of one block of the grouped product: operand tiles of every stage.
+
+    WGMMA reads its operands from shared memory while the next are on their way, so Triton keeps `stages` buffers. The
+    block scales add a few hundred bytes more. tests/compile holds this against the compiler.
+    """
+    item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
+    tiles = config.stages * (config.block_m + config.block_n) * config.block_k * item
+    scales = 4 * (config.stages - 1) * (config.block_m + config.block_n) if problem.quant is Quant.FP8_BLOCK else 0
+    return tiles + scales
+
+
+def expected_tiles(problem: Problem, block_m: int) -> float:
+    """Row tiles under uniform routing: an expert's rows are binomial, and its last tile is partly empty.
+
+    Exact: experts * E[ceil(X / block_m)] with X ~ Binomial(tokens, top_k / total_experts), by a normal approximation
+    where that is long.
+    """
+    share = problem.top_k / problem.total_experts
+    mean = problem.tokens * share
+    deviation = math.sqrt(max(mean * (1 - share), 1e-12))
+    if mean > 30:
+        return problem.experts * (mean / block_m + 0.5)
+    chance, total, count = (1 - share) ** problem.tokens, 0.0, 0
+    last = min(problem.tokens, int(mean + 10 * deviation) + 10)
+    while count <= last:
+        total += chance * -(-count // block_m)
+        chance *= (problem.tokens - count) / (count + 1) * (share / (1 - share) if share < 1 else 0)
+        count += 1
+    return problem.experts * total
+
+
+def plan_us(plan: Plan, hardware: Hardware) -> float:
+    """Estimate for a plan: launches, then per product the slower of reading the weights and multiplying padded tiles.
+
+    The efficiencies are fitted to H200 rows of benchmarks/results (2026-12-02): they rank plans, they do not promise.
+    """
+    problem = plan.problem
+    moved = problem.experts_hit * weight_bytes(problem)
+    if plan.backend is not Backend.TRITON:
+        loops = problem.experts_hit if hardware.is_gpu else problem.experts_hit / 4
+        slow = 1.0 if plan.backend is Backend.TORCH else 60.0
+        busy = max(moved / hardware.hbm_bytes_per_s, flops(problem) / (0.5 * peak(problem, hardware)))
+        return slow * (1e6 * busy + loops * 5 * hardware.launch_us)
+    total = launches(plan) * hardware.launch_us
+    shares = (problem.w13_rows, plan.gemm1), (problem.inter, plan.gemm2)
+    whole = problem.w13_rows + problem.inter
+    activations = problem.rows * (problem.inter * 2 + problem.hidden) * problem.dtype.bytes
+    for rows, config in shares:
+        part = rows / whole
+        padded = expected_tiles(problem, config.block_m) * config.block_m
+        rate = peak(problem, hardware) * (0.55 if config.block_m >= 64 and not config.swap else 0.35)
+        total += 1e6 * max(moved * part / (0.9 * hardware.hbm_bytes_per_s), flops(problem, padded) * part / rate)
+    return total + 1e6 * activations / hardware.hbm_bytes_per_s
+
+
+def launches(plan: Plan) -> int:
+    """Kernels of one call of the TRITON backend."""
+    problem = plan.problem
+    found = 4 + (problem.rows > 1024)
+    if problem.quant is not Quant.NONE:
+        found += 1 + (not plan.fuse_quant)
+    return found

@@ -1,0 +1,58 @@
+"""Why a backend, or a tile, cannot run a problem: lists of reasons, empty when it can. Nothing is caught here."""
+
+from __future__ import annotations
+
+from ..hardware import Hardware
+from ..plans import Backend, GemmConfig
+from ..problem import BLOCK, DType, Problem, Quant
+from .model import smem_bytes
+
+MAX_EXPERTS = 2047  # the routing kernel keeps one counter an expert in registers
+MAX_ROWS = 2**31 - 2**20  # routed rows are numbered in int32
+
+
+def reasons(backend: Backend, problem: Problem, hardware: Hardware) -> list[str]:
+    """Why this backend cannot run this problem on this device."""
+    return RULES[backend](problem, hardware)
+
+
+def _reference(problem: Problem, hardware: Hardware) -> list[str]:
+    return []
+
+
+def _torch(problem: Problem, hardware: Hardware) -> list[str]:
+    return []
+
+
+def _triton(problem: Problem, hardware: Hardware) -> list[str]:
+    found = []
+    if not hardware.is_hopper:
+        major, minor = hardware.capability
+        found.append(f"needs compute capability 9.0 (Hopper), {hardware.name} has {major}.{minor}")
+    if problem.dtype is DType.FP32:
+        found.append("dtype=fp32: WGMMA would round the products to tf32; use bf16 or fp16")
+    if problem.experts > MAX_EXPERTS:
+        found.append(f"experts={problem.experts} is more than the {MAX_EXPERTS} that routing counts")
+    if problem.rows > MAX_ROWS:
+        found.append(f"tokens={problem.tokens} x top_k={problem.top_k} is more than {MAX_ROWS} routed rows")
+    return found
+
+
+RULES = {Backend.REFERENCE: _reference, Backend.TORCH: _torch, Backend.TRITON: _triton}
+
+
+def tile_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> list[str]:
+    """Why this tile cannot serve the problem's products on this device."""
+    found = []
+    for name in ("block_m", "block_n", "block_k"):
+        value = getattr(config, name)
+        if value < 16 or value & (value - 1):
+            found.append(f"{name}={value}: a power of two of at least 16 is needed")
+    need = smem_bytes(config, problem)
+    if need > hardware.smem_bytes:
+        found.append(f"needs {need} bytes of shared memory, {hardware.name} has {hardware.smem_bytes}")
+    if problem.quant is Quant.FP8_BLOCK and config.block_k > BLOCK:
+        found.append(f"block_k={config.block_k} spans two scale blocks of {BLOCK}")
+    if problem.quant is not Quant.NONE and config.block_k < 32:
+        found.append(f"block_k={config.block_k}: an e4m3 WGMMA takes 32")
+    return found

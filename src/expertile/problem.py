@@ -1,0 +1,229 @@
+"""What is to be computed: one MoE layer's experts on a number of tokens, as plain data. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from .errors import ShapeError
+
+BLOCK = 128  # rows and columns of one scale block in fp8_block; values of one activation scale group
+
+
+def _member(kind, value, name):
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ShapeError(f"{name}={value!r} is not known: use one of {known}") from None
+
+
+class DType(str, Enum):
+    """Dtype of x and y. Weights have it too unless `quant` says otherwise."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is DType.FP32 else 2
+
+
+class Quant(str, Enum):
+    """How the expert weights are stored and the activations quantised before each product.
+
+    fp8_tensor   w e4m3, one fp32 scale an expert | x one static scale, or one a token when none is given
+    fp8_channel  w e4m3, one fp32 scale a row     | x one scale a token
+    fp8_block    w e4m3, one fp32 scale per 128x128 block | x one scale per token and 128 values
+    """
+
+    NONE = "none"
+    FP8_TENSOR = "fp8_tensor"
+    FP8_CHANNEL = "fp8_channel"
+    FP8_BLOCK = "fp8_block"
+
+
+class Gate(str, Enum):
+    """The function applied to the gate half (or, without a gate, to the only half)."""
+
+    SILU = "silu"  # g * sigmoid(alpha * g)
+    GELU_TANH = "gelu_tanh"
+    GELU_ERF = "gelu_erf"
+    RELU2 = "relu2"  # max(g, 0)^2
+
+
+@dataclass(frozen=True)
+class Activation:
+    """h = f(min(g, limit)) * (clamp(u, -limit, limit) + beta), or h = f(g) without a gate.
+
+    f          Gate; alpha only matters for SILU
+    gated      w13 holds gate and up rows (2 * inter); False: inter rows and no product
+    interleaved  gate and up rows alternate (g0, u0, g1, u1, ...) instead of gate rows before up rows
+
+    >>> ACTIVATIONS["swiglu_oai"]
+    Activation(gate=<Gate.SILU: 'silu'>, gated=True, alpha=1.702, beta=1.0, limit=7.0, interleaved=False)
+    """
+
+    gate: Gate = Gate.SILU
+    gated: bool = True
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "gate", _member(Gate, self.gate, "gate"))
+        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
+            raise ShapeError(f"activation limit={self.limit}: give a positive number, or None for no clamp")
+        if not self.gated and (self.limit is not None or self.beta or self.interleaved):
+            raise ShapeError("an activation without a gate takes no limit, beta or interleaved: there is no up half")
+        if self.gate is not Gate.SILU and self.alpha != 1.0:
+            raise ShapeError(f"alpha={self.alpha} only applies to gate='silu', not {self.gate.value!r}")
+
+    @property
+    def name(self) -> str:
+        for name, known in ACTIVATIONS.items():
+            if replace(self, interleaved=False) == known:
+                return name + ("/interleaved" if self.interleaved else "")
+        text = self.gate.value + ("" if self.gated else "/no-gate")
+        text += "".join(
+            f",{key}={value:g}"
+            for key, value, default in (("alpha", self.alpha, 1.0), ("beta", self.beta, 0.0))
+            if value != default
+        )
+        text += f",limit={self.limit:g}" if self.limit is not None else ""
+        return text + ("/interleaved" if self.interleaved else "")
+
+
+ACTIVATIONS = {
+    "silu": Activation(Gate.SILU),
+    "gelu_tanh": Activation(Gate.GELU_TANH),
+    "gelu_erf": Activation(Gate.GELU_ERF),
+    "swiglu_oai": Activation(Gate.SILU, alpha=1.702, beta=1.0, limit=7.0),
+    "swiglu_clamp": Activation(Gate.SILU, limit=10.0),
+    "relu2": Activation(Gate.RELU2, gated=False),
+}
+
+
+def activation(name: str | Activation, **changes) -> Activation:
+    """The Activation of that name (a key of ACTIVATIONS), with fields changed: `activation("silu", limit=10.0)`."""
+    if isinstance(name, Activation):
+        return replace(name, **changes)
+    if name not in ACTIVATIONS:
+        raise ShapeError(f"activation={name!r} is not known: use one of {', '.join(ACTIVATIONS)} or an Activation")
+    return replace(ACTIVATIONS[name], **changes)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of a MoE layer's experts.
+
+    tokens, hidden, inter, experts, top_k   T, H, I, E and the experts a token visits
+    experts is the number on this rank; `total_experts` the number that ids are drawn from (EP), default the same
+    static_scale   the activations' scales are given ahead (fp8_tensor only)
+    bias           both products add one
+    weight_on_input  x is multiplied by the router's weight before GEMM1 (needs top_k == 1)
+
+    >>> p = Problem(tokens=16, hidden=2048, inter=768, experts=128, top_k=8, quant="fp8_block")
+    >>> p.rows, p.w13_rows, round(p.rows_per_expert, 2), round(p.experts_hit, 1)
+    (128, 1536, 1.0, 81.1)
+    """
+
+    tokens: int
+    hidden: int
+    inter: int
+    experts: int
+    top_k: int
+    dtype: DType = DType.BF16
+    quant: Quant = Quant.NONE
+    activation: Activation = ACTIVATIONS["silu"]
+    static_scale: bool = False
+    bias: bool = False
+    weight_on_input: bool = False
+    total_experts: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
+        object.__setattr__(self, "quant", _member(Quant, self.quant, "quant"))
+        object.__setattr__(self, "activation", activation(self.activation))
+        if self.total_experts is None:
+            object.__setattr__(self, "total_experts", self.experts)
+        for name, least in (("tokens", 0), ("hidden", 1), ("inter", 1), ("experts", 1), ("top_k", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ShapeError(f"{name}={value!r}: give an integer of at least {least}")
+        if self.total_experts < self.experts:
+            raise ShapeError(f"total_experts={self.total_experts} is fewer than the experts={self.experts} held here")
+        if self.top_k > self.total_experts:
+            raise ShapeError(f"top_k={self.top_k} is more than the {self.total_experts} experts there are")
+        if self.weight_on_input and self.top_k != 1:
+            raise ShapeError(f"weight_on_input needs top_k=1, got top_k={self.top_k}: x would need a copy an expert")
+        if self.static_scale and self.quant is not Quant.FP8_TENSOR:
+            raise ShapeError(f"static activation scales go with quant='fp8_tensor', not {self.quant.value!r}")
+
+    @property
+    def rows(self) -> int:
+        """Routed rows, one for each token and expert it visits."""
+        return self.tokens * self.top_k
+
+    @property
+    def w13_rows(self) -> int:
+        return self.inter * (2 if self.activation.gated else 1)
+
+    @property
+    def rows_per_expert(self) -> float:
+        return self.rows / self.total_experts
+
+    @property
+    def experts_hit(self) -> float:
+        """Experts on this rank that get at least one token, expected under uniform routing."""
+        miss = (1 - self.top_k / self.total_experts) ** self.tokens
+        return self.experts * (1 - miss)
+
+    @property
+    def label(self) -> str:
+        """The `quant` of a benchmark row: the dtype where nothing is quantised."""
+        return self.dtype.value if self.quant is Quant.NONE else self.quant.value
+
+    def with_tokens(self, tokens: int) -> Problem:
+        return replace(self, tokens=tokens)
+
+
+#: Layers of well-known models, each as (hidden, inter, experts, top_k, further Problem fields).
+LAYERS = {
+    "qwen3-30b-a3b": dict(hidden=2048, inter=768, experts=128, top_k=8),
+    "qwen3-next-80b-a3b": dict(hidden=2048, inter=512, experts=512, top_k=10),
+    "nemotron-3-nano": dict(hidden=2688, inter=1856, experts=128, top_k=6, activation="relu2"),
+    "deepseek-v3-tp8": dict(hidden=7168, inter=256, experts=256, top_k=8),
+    "mixtral-8x7b-tp2": dict(hidden=4096, inter=7168, experts=8, top_k=2),
+    "gpt-oss-120b": dict(
+        hidden=2880,
+        inter=2880,
+        experts=128,
+        top_k=4,
+        bias=True,
+        activation=replace(ACTIVATIONS["swiglu_oai"], interleaved=True),
+    ),
+}
+
+
+def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Problem:
+    """The Problem of a key of LAYERS, or of "H,I,E,k"; quant as a benchmark row has it (bf16, fp16, fp8_...).
+
+    >>> named_problem("64,32,8,2", tokens=4).hidden
+    64
+    """
+    if name in LAYERS:
+        layer = dict(LAYERS[name])
+    else:
+        parts = name.split(",")
+        if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+            raise ShapeError(f"problem={name!r} is neither H,I,E,k nor one of {', '.join(LAYERS)}")
+        layer = dict(zip(("hidden", "inter", "experts", "top_k"), map(int, parts), strict=True))
+    if quant in (DType.BF16.value, DType.FP16.value, DType.FP32.value):
+        layer.update(dtype=quant, quant=Quant.NONE)
+    else:
+        layer["quant"] = quant
+    return Problem(tokens=tokens, **{**layer, **fields})

@@ -1,0 +1,1 @@
+"""A Plan and tensors -> the result; the device; time."""

@@ -1,0 +1,90 @@
+"""run(plan, ...): one entry a backend. Inputs have been checked; nothing here decides anything."""
+
+from __future__ import annotations
+
+from ..kernels import combine, grouped_gemm, quantize
+from ..kernels import routing as row_routing
+from ..kernels.tiles import Product
+from ..plans import Backend, Plan
+from ..problem import Quant
+from ..reference import moe as reference_moe
+from ..routing import Routing
+from ..weights import Weights
+from .torch_experts import torch_experts
+from .workspace import Workspace
+
+
+def run(plan: Plan, x, weights: Weights, ids, probs, out, *, expert_map=None, scaling_factor=1.0, workspace=None):
+    """out [T, H] of one MoE layer by the plan's backend."""
+    if plan.problem.tokens == 0:
+        return out
+    return RUNNERS[plan.backend](plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace)
+
+
+def _reference(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace):
+    on_input = plan.problem.weight_on_input
+    y = reference_moe(
+        x, weights, ids, probs, expert_map=expert_map, weight_on_input=on_input, scaling_factor=scaling_factor
+    )
+    return out.copy_(y)
+
+
+def _torch(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace):
+    on_input = plan.problem.weight_on_input
+    return torch_experts(
+        x, weights, ids, probs, expert_map=expert_map, weight_on_input=on_input, scaling_factor=scaling_factor, out=out
+    )
+
+
+def products(plan: Plan, weights: Weights) -> tuple[Product, Product]:
+    """What GEMM1 and GEMM2 compute under this plan."""
+    p = plan.problem
+    out_quant = ("block" if p.quant is Quant.FP8_BLOCK else "static") if plan.fuse_quant else ""
+    common = dict(dtype=p.dtype.value, quant=p.quant, static_scale=p.static_scale, bias=p.bias)
+    gemm1 = Product(
+        n=p.inter,
+        k=p.hidden,
+        top_k=p.top_k,
+        gather=True,
+        scatter=False,
+        activation=p.activation,
+        split_scale=weights.split_scale,
+        out_quant=out_quant,
+        weight_on_input=p.weight_on_input,
+        **common,
+    )
+    return gemm1, Product(n=p.hidden, k=p.inter, top_k=p.top_k, gather=False, scatter=True, **common)
+
+
+def _triton(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace):
+    p, w = plan.problem, weights
+    t = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
+    product1, product2 = products(plan, w)
+    routing = Routing(t["gather"], t["offsets"], t["tiles"], plan.gemm1.block_m)
+    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=plan.pdl)
+    x_scale, h_scale = t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)
+    if p.quant is not Quant.NONE:
+        x, _ = quantize.quantize(x, t["x_q"], x_scale, p.quant, static=p.static_scale, pdl=plan.pdl)
+    h = t["h_q"] if plan.fuse_quant else t["h"]
+    grouped_gemm.grouped_gemm(
+        x, w.w13, routing, plan.gemm1, product1, h, pdl=plan.pdl,
+        x_scale=x_scale if p.quant is not Quant.NONE else None,
+        w_scale=w.w13_scale,
+        y_scale=h_scale if plan.fuse_quant else None,
+        bias=w.w13_bias,
+        probs=probs if p.weight_on_input else None,
+    )  # fmt: skip
+    if p.quant is not Quant.NONE and not plan.fuse_quant:
+        rows = routing.offsets[p.experts :]
+        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=plan.pdl)
+    grouped_gemm.grouped_gemm(
+        h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=plan.pdl,
+        x_scale=h_scale if p.quant is not Quant.NONE else None, w_scale=w.w2_scale, bias=w.w2_bias,
+    )  # fmt: skip
+    return combine.combine(
+        t["y"], ids, None if p.weight_on_input else probs, out, p.experts,
+        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl,
+    )  # fmt: skip
+
+
+RUNNERS = {Backend.REFERENCE: _reference, Backend.TORCH: _torch, Backend.TRITON: _triton}

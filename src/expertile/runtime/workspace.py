@@ -1,0 +1,42 @@
+"""Scratch memory of a call, taken once and shared by all layers that run one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ShapeError
+from ..plans import ALIGN, Plan
+from ..weights import FP8
+
+ITEMS = {"i32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """One allocation that every plan up to its size can use, also under CUDA-graph capture.
+
+    It holds nothing between calls. Calls that share it must run on one stream.
+    """
+
+    memory: torch.Tensor  # uint8
+
+    @classmethod
+    def for_plan(cls, plan: Plan, device) -> Workspace:
+        return cls(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device))
+
+    def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
+        """The plan's buffers as views of the memory. ShapeError when it is too small for them."""
+        need = plan.workspace_bytes
+        if self.memory.numel() < need:
+            raise ShapeError(
+                f"the workspace has {self.memory.numel()} bytes, this plan (T={plan.problem.tokens}) needs {need}: make it "
+                f"with Workspace.for_plan for the largest number of tokens"
+            )
+        found, start = {}, 0
+        for buffer in plan.buffers:
+            part = self.memory[start : start + buffer.bytes]
+            found[buffer.name] = part.view(ITEMS[buffer.item]).view(buffer.shape)
+            start += -(-buffer.bytes // ALIGN) * ALIGN
+        return found
