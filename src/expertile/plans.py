@@ -27,6 +27,7 @@ class GemmConfig:
     block_m   routed rows (tokens)      block_n   weight rows      block_k   the contracted dimension
     swap      weight rows on the 64-row side of WGMMA, tokens on its narrow side: acc [block_n, block_m]
     group_m   row tiles that share one sweep over the weight rows (plain product only), for L2
+    tma       weights by TMA (swapped product only)
     """
 
     block_m: int
@@ -36,11 +37,12 @@ class GemmConfig:
     stages: int
     swap: bool = False
     group_m: int = 1
+    tma: bool = False
 
     @property
     def name(self) -> str:
-        swap = "swap" if self.swap else "plain"
-        return f"{swap} {self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages} g{self.group_m}"
+        kind = ("swap-tma" if self.tma else "swap") if self.swap else f"plain g{self.group_m}"
+        return f"{kind} {self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Plan:
     """The decision for one Problem on one device.
 
     gemm1, gemm2    tiles (TRITON only); they share block_m, so one list of row tiles serves both
+    stream          a handful of tokens: two launches that stream weights, no routing (kernels/stream.py); of the tiles
+                    only block_n, block_k (GEMM1) and warps count
     fuse_quant      GEMM1's epilogue writes h already quantised
     pdl             kernels are chained by programmatic dependent launch
     source          "measured: ..." or "model: ..." or "forced"
@@ -80,6 +84,7 @@ class Plan:
     backend: Backend
     gemm1: GemmConfig | None = None
     gemm2: GemmConfig | None = None
+    stream: bool = False
     fuse_quant: bool = False
     pdl: bool = False
     time_us: float | None = None
@@ -93,6 +98,9 @@ class Plan:
         if self.backend is not Backend.TRITON:
             return self.backend.value
         flags = ("+fuse_quant" if self.fuse_quant else "") + ("+pdl" if self.pdl else "")
+        if self.stream:
+            up, down = self.gemm1, self.gemm2
+            return f"triton[stream {up.block_n}x{up.block_k} w{up.warps} | {down.block_n} columns w{down.warps}]{flags}"
         return f"triton[{self.gemm1.name} | {self.gemm2.name}]{flags}"
 
     @property
@@ -108,6 +116,8 @@ class Plan:
         if self.backend is not Backend.TRITON:
             return ()
         p, item = self.problem, self.problem.dtype.value
+        if self.stream:
+            return (Buffer("h", (p.rows, p.inter), "fp8" if p.static_scale else item),)
         found = [
             Buffer("gather", (p.rows,), "i32"),
             Buffer("offsets", (p.experts + 1,), "i32"),
@@ -146,7 +156,8 @@ class Plan:
         return cls(**data)
 
 
-ROUTE_BLOCK = 1024  # routed rows that one program of the routing kernel sorts
+ROUTE_BLOCK = 256  # routed rows that one program of the routing kernel places
+SCAN_ROWS = 2048  # up to here every such program counts all ids itself; beyond, a launch of its own does
 
 
 def route_programs(rows: int) -> int:
@@ -161,4 +172,4 @@ def scale_buffers(name: str, rows: int, width: int, problem: Problem) -> list[Bu
     return [Buffer(name, (rows, groups), "fp32")]
 
 
-__all__ = ["ALIGN", "Backend", "Buffer", "Candidate", "DType", "GemmConfig", "Plan", "ROUTE_BLOCK", "route_programs"]
+__all__ = ["ALIGN", "Backend", "Buffer", "Candidate", "DType", "GemmConfig", "Plan", "ROUTE_BLOCK", "SCAN_ROWS", "route_programs"]

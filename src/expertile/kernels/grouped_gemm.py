@@ -20,6 +20,9 @@ from ..routing import Routing
 from .tiles import (
     Product,
     Specialization,
+    dequantized,
+    gate_value,
+    gated_value,
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
@@ -96,7 +99,7 @@ def _grouped_gemm_kernel(
     if QUANT == "fp8_block":
         K_BLOCKS: tl.constexpr = (K + 127) // 128
         x_scale = x_scale_ptr + x_row * K_BLOCKS
-        w_scale = w_scale_ptr + scale_block_row(e, row, up, N, GATED, SPLIT_SCALE) * K_BLOCKS
+        w_scale = w_scale_ptr + scale_block_row(e, row, up, N, GATED, SPLIT_SCALE, INTERLEAVED) * K_BLOCKS
         # All gate rows of the tile, and all its up rows, lie in one scale block: two scalars serve the tile.
         ONE_BLOCK: tl.constexpr = (128 % Y_BLOCK == 0) and not INTERLEAVED and (SPLIT_SCALE or not GATED or N % 128 == 0)
         n0 = block * Y_BLOCK
@@ -128,11 +131,19 @@ def _grouped_gemm_kernel(
             acc = tl.dot(x, tl.trans(w), acc)
     if SWAP:
         acc = tl.trans(acc)
-    write_tile(
-        acc, m, first + tl.arange(0, BLOCK_M) < end, slot, x_row, e, block, row,
-        y_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr,
-        N, SCATTER, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, OUT_QUANT, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    W_ROWS: tl.constexpr = 2 * N if GATED else N
+    acc = dequantized(
+        acc, slot, x_row, e, row, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr, W_ROWS, QUANT, STATIC_SCALE
+    )
+    if GATED:
+        g, u = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8)).permute(0, 1, 3, 2))
+        y = tl.reshape(gated_value(g, u, GATE, ALPHA, BETA, LIMIT), (BLOCK_M, Y_BLOCK))
+    elif GATE != "":
+        y = gate_value(acc, GATE, ALPHA)
+    else:
+        y = acc
+    inside = first + tl.arange(0, BLOCK_M) < end
+    write_tile(y, slot if SCATTER else m, inside, block, y_ptr, y_scale_ptr, N, OUT_QUANT, BLOCK_M, Y_BLOCK)
 
 
 OPTIONAL = ("x_scale", "w_scale", "y_scale", "bias", "probs")

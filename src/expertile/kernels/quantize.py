@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..problem import Quant
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, to_fp8
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, quantize_row
 
 
 @triton.jit
@@ -31,22 +31,7 @@ def _quantize_kernel(
     if rows_ptr is not None:
         if row >= tl.load(rows_ptr):
             return
-    n = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride_xm + n, mask=n < WIDTH, other=0.0).to(tl.float32)
-    if MODE == "static":
-        q = to_fp8(x, tl.load(scale_ptr))
-    elif MODE == "row":
-        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
-        tl.store(scale_ptr + row, scale)
-        q = to_fp8(x, scale)
-    else:
-        GROUPS: tl.constexpr = BLOCK // 128
-        group = tl.arange(0, GROUPS)
-        x = tl.reshape(x, (GROUPS, 128))
-        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
-        tl.store(scale_ptr + row * ((WIDTH + 127) // 128) + group, scale, mask=group < (WIDTH + 127) // 128)
-        q = tl.reshape(to_fp8(x, scale[:, None]), (BLOCK,))
-    tl.store(q_ptr + row * WIDTH + n, q, mask=n < WIDTH)
+    quantize_row(x_ptr, q_ptr, scale_ptr, row, stride_xm, WIDTH, MODE, BLOCK)
 
 
 def _constants(width: int, quant: Quant, static: bool, pdl: bool) -> dict:

@@ -155,6 +155,17 @@ def gemm_specialization(kernel, product: Product, config: GemmConfig, pdl: bool)
 
 
 @triton.jit
+def local_experts(ids_ptr, map_ptr, slot, slots, total, EXPERTS: tl.constexpr):
+    """The expert on this rank of each slot; EXPERTS where the slot is skipped."""
+    expert = tl.load(ids_ptr + slot, mask=slot < slots, other=-1)
+    valid = (expert >= 0) & (expert < total)
+    if map_ptr is not None:
+        expert = tl.load(map_ptr + expert, mask=valid, other=-1)
+        valid = (expert >= 0) & (expert < EXPERTS)
+    return tl.where(valid, expert, EXPERTS).to(tl.int32)
+
+
+@triton.jit
 def tile_weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows of w that tile `block` multiplies, clamped into the matrix, and for each whether it is an up row."""
     r = tl.arange(0, BLOCK_N)
@@ -169,11 +180,14 @@ def tile_weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: t
 
 
 @triton.jit
-def scale_block_row(e, row, up, N: tl.constexpr, GATED: tl.constexpr, SPLIT_SCALE: tl.constexpr):
+def scale_block_row(
+    e, row, up, N: tl.constexpr, GATED: tl.constexpr, SPLIT_SCALE: tl.constexpr, INTERLEAVED: tl.constexpr = False
+):
     """The row of w's 128x128 scale table, all experts' rows in one, for each weight row."""
     if SPLIT_SCALE:
         half: tl.constexpr = (N + 127) // 128
-        found = e * (2 * half) + (row - up * N) // 128 + up * half
+        column = row // 2 if INTERLEAVED else row - up * N
+        found = e * (2 * half) + column // 128 + up * half
     else:
         W_ROWS: tl.constexpr = 2 * N if GATED else N
         found = e * ((W_ROWS + 127) // 128) + row // 128
@@ -212,10 +226,34 @@ def to_fp8(value, scale):
 
 
 @triton.jit
-def dequantized(
-    acc, x_row, e, row, x_scale_ptr, w_scale_ptr, W_ROWS: tl.constexpr, QUANT: tl.constexpr, STATIC_SCALE: tl.constexpr
+def quantize_row(
+    x_ptr, q_ptr, scale_ptr, row, stride_xm, WIDTH: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """acc [M, N] times the scales that do not vary along K."""
+    """One row of x [rows, WIDTH] to e4m3; MODE static reads the scale, row and block write it."""
+    n = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_xm + n, mask=n < WIDTH, other=0.0).to(tl.float32)
+    if MODE == "static":
+        q = to_fp8(x, tl.load(scale_ptr))
+    elif MODE == "row":
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
+        tl.store(scale_ptr + row, scale)
+        q = to_fp8(x, scale)
+    else:
+        GROUPS: tl.constexpr = BLOCK // 128
+        group = tl.arange(0, GROUPS)
+        x = tl.reshape(x, (GROUPS, 128))
+        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
+        tl.store(scale_ptr + row * ((WIDTH + 127) // 128) + group, scale, mask=group < (WIDTH + 127) // 128)
+        q = tl.reshape(to_fp8(x, scale[:, None]), (BLOCK,))
+    tl.store(q_ptr + row * WIDTH + n, q, mask=n < WIDTH)
+
+
+@triton.jit
+def dequantized(
+    acc, slot, x_row, e, row, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr,
+    W_ROWS: tl.constexpr, QUANT: tl.constexpr, STATIC_SCALE: tl.constexpr,
+):  # fmt: skip
+    """acc [M, N] times the scales that do not vary along K and the router's weight on the input, plus the bias."""
     if QUANT == "fp8_tensor":
         acc *= tl.load(w_scale_ptr + e)
     if QUANT == "fp8_channel":
@@ -224,56 +262,29 @@ def dequantized(
         acc *= tl.load(x_scale_ptr)
     elif QUANT == "fp8_tensor" or QUANT == "fp8_channel":
         acc *= tl.load(x_scale_ptr + x_row)[:, None]
+    if probs_ptr is not None:
+        acc *= tl.load(probs_ptr + slot).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + e * W_ROWS + row).to(tl.float32)[None, :]
     return acc
 
 
 @triton.jit
 def write_tile(
-    acc,  # [BLOCK_M, BLOCK_N]
-    m,  # [BLOCK_M] routed rows
+    y,  # [BLOCK_M, Y_BLOCK] fp32
+    y_row,  # [BLOCK_M]
     inside,  # [BLOCK_M]
-    slot,
-    x_row,
-    e,
     block,
-    row,  # [BLOCK_N] rows of w
     y_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
     y_scale_ptr,
-    bias_ptr,
-    probs_ptr,
     N: tl.constexpr,
-    SCATTER: tl.constexpr,
-    GATE: tl.constexpr,
-    GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    QUANT: tl.constexpr,
-    STATIC_SCALE: tl.constexpr,
     OUT_QUANT: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Y_BLOCK: tl.constexpr,
 ):
-    """The epilogue: scales, router weight on input, bias, activation, quantisation of y, store."""
-    Y_BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    W_ROWS: tl.constexpr = 2 * N if GATED else N
-    acc = dequantized(acc, x_row, e, row, x_scale_ptr, w_scale_ptr, W_ROWS, QUANT, STATIC_SCALE)
-    if probs_ptr is not None:
-        acc *= tl.load(probs_ptr + slot)[:, None]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + e * W_ROWS + row).to(tl.float32)[None, :]
-    if GATED:
-        g, u = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8)).permute(0, 1, 3, 2))
-        y = tl.reshape(gated_value(g, u, GATE, ALPHA, BETA, LIMIT), (BLOCK_M, Y_BLOCK))
-    elif GATE != "":
-        y = gate_value(acc, GATE, ALPHA)
-    else:
-        y = acc
-
+    """Stores a tile of y, quantised if OUT_QUANT says so."""
     n = block * Y_BLOCK + tl.arange(0, Y_BLOCK)
-    y_row = (slot if SCATTER else m).to(tl.int64)
+    y_row = y_row.to(tl.int64)
     keep = inside[:, None] & (n < N)[None, :]
     y_tile = y_ptr + y_row[:, None] * N + n[None, :]
     if OUT_QUANT == "":

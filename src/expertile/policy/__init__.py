@@ -12,7 +12,7 @@ from ..problem import Problem, Quant
 from . import table
 from .model import floor_us, plan_us
 from .rules import reasons, tile_reasons
-from .tiles import choose_tiles, fused_quant
+from .tiles import STREAM_ROWS, choose_tiles, fused_quant, stream_reasons, stream_tiles
 
 __all__ = ["decide", "explain", "reasons", "tile_reasons"]
 
@@ -47,16 +47,28 @@ def _plan(backend: Backend, problem: Problem, hardware: Hardware) -> Plan:
     if backend is not Backend.TRITON:
         return replace(plan, time_us=plan_us(plan, hardware), source="model")
     entry = table.nearest(problem, hardware.name)
-    if entry and not (tile_reasons(entry.gemm1, problem, hardware) or tile_reasons(entry.gemm2, problem, hardware)):
-        gemm1, gemm2, fuse, source = entry.gemm1, entry.gemm2, entry.fuse_quant, f"tiles measured for {entry.source}"
-        fuse = fuse and fused_quant(problem, gemm1)
+    if entry and not _refused(problem, hardware, entry):
+        plan = replace(plan, gemm1=entry.gemm1, gemm2=entry.gemm2, stream=entry.stream)
+        fuse = entry.fuse_quant and fused_quant(problem, entry.gemm1)
+        source = f"tiles measured for {entry.source}"
+    elif 0 < problem.rows <= STREAM_ROWS and not stream_reasons(problem):
+        gemm1, gemm2 = stream_tiles(problem)
+        plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=True), False
+        source = f"streamed, as at most {STREAM_ROWS} routed rows are"
     else:
         gemm1, gemm2 = choose_tiles(problem, hardware)
-        fuse, source = fused_quant(problem, gemm1), "tiles by rows an expert"
-    plan = replace(plan, gemm1=gemm1, gemm2=gemm2, fuse_quant=fuse, pdl=True)
+        plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2), fused_quant(problem, gemm1)
+        source = "tiles by rows an expert"
+    plan = replace(plan, fuse_quant=fuse, pdl=True)
     if entry and entry.exact and entry.tokens == problem.tokens:
         return replace(plan, time_us=entry.time_us, source=f"measured; {source}")
     return replace(plan, time_us=plan_us(plan, hardware), source=f"model; {source}")
+
+
+def _refused(problem: Problem, hardware: Hardware, entry: table.Entry) -> list[str]:
+    if entry.stream:
+        return stream_reasons(problem)
+    return tile_reasons(entry.gemm1, problem, hardware) + tile_reasons(entry.gemm2, problem, hardware)
 
 
 def explain(plan: Plan) -> str:
@@ -70,13 +82,8 @@ def explain(plan: Plan) -> str:
         f"  -> {plan.backend.value}: {_us(plan.time_us)} ({plan.source}), floor {_us(plan.floor_us)}",
     ]
     if plan.backend is Backend.TRITON:
-        why = (
-            f"{plan.gemm1.block_m} tokens a tile sit on WGMMA's narrow side, weight rows fill its 64 rows"
-            if plan.gemm1.swap
-            else f"{plan.gemm1.block_m} tokens a tile fill WGMMA's 64-row side"
-        )
-        lines += [f"     gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {why}"]
-        if p.quant is not Quant.NONE:
+        lines += [f"     {line}" for line in _tiles_in_words(plan)]
+        if p.quant is not Quant.NONE and not plan.stream:
             where = "in GEMM1's epilogue" if plan.fuse_quant else "by a kernel of its own (its scale spans GEMM1 tiles)"
             lines += [f"     h is quantised {where}"]
         lines += [f"     workspace {plan.workspace_bytes / 2**20:.1f} MiB"]
@@ -87,6 +94,17 @@ def explain(plan: Plan) -> str:
         unasked = " (only when asked for)" if other.backend is Backend.REFERENCE else ""
         lines.append(f"  {'no' if other.reasons else '  '} {other.backend.value}: {note}{unasked}")
     return "\n".join(lines)
+
+
+def _tiles_in_words(plan: Plan) -> list[str]:
+    if plan.stream:
+        up, down = plan.gemm1, plan.gemm2
+        return [
+            f"streamed in two launches: {up.block_n} rows of w13 a block, {down.block_n} columns of all a token's experts",
+            "no routing and no combine: hardly two slots share an expert, so there is nothing to group",
+        ]
+    side = "sit on WGMMA's narrow side, weight rows fill its 64 rows" if plan.gemm1.swap else "fill WGMMA's 64-row side"
+    return [f"gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {plan.gemm1.block_m} tokens a tile {side}"]
 
 
 def _us(value: float | None) -> str:

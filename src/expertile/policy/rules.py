@@ -53,6 +53,35 @@ def tile_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> li
         found.append(f"needs {need} bytes of shared memory, {hardware.name} has {hardware.smem_bytes}")
     if problem.quant is Quant.FP8_BLOCK and config.block_k > BLOCK:
         found.append(f"block_k={config.block_k} spans two scale blocks of {BLOCK}")
+    if config.tma:
+        found += _tma_reasons(config, problem)
     if problem.quant is not Quant.NONE and config.block_k < 32:
         found.append(f"block_k={config.block_k}: an e4m3 WGMMA takes 32")
     return found
+
+
+def _tma_reasons(config: GemmConfig, problem: Problem) -> list[str]:
+    found = []
+    item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
+    if not config.swap:
+        found.append("tma: only the swapped product reads its weights by TMA")
+    if problem.activation.interleaved:
+        found.append("tma: gate and up rows alternate, a box holds neighbours")
+    for name in ("hidden", "inter"):
+        if getattr(problem, name) * item % 16:
+            found.append(f"tma: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
+    if problem.activation.gated and config.block_n < 128:
+        found.append(f"tma: block_n={config.block_n} leaves fewer than 64 gate rows, WGMMA's least")
+    return found
+
+
+STREAM_BYTES = 131072  # weights that one block of stream_down holds in registers
+
+
+def stream_reasons(problem: Problem) -> list[str]:
+    """Why a problem cannot be streamed: stream_down keeps a row of w2 for each of a token's experts in registers."""
+    item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
+    need = item * (1 << (problem.inter - 1).bit_length()) * (1 << (problem.top_k - 1).bit_length())
+    if need > STREAM_BYTES:
+        return [f"inter={problem.inter} x top_k={problem.top_k} needs {need} bytes of registers, {STREAM_BYTES} are planned"]
+    return []

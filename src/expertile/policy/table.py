@@ -1,7 +1,7 @@
 """What was measured: for each device a JSON file of winners, looked up by problem and nearest in log(tokens).
 
-One entry: {"hidden", "inter", "experts", "top_k", "label", "gated", "tokens", "gemm1": [block_m, block_n, block_k, warps,
-stages, swap, group_m], "gemm2": [...], "fuse_quant", "time_us"}; beside the entries what they were measured with.
+One entry: {"hidden", "inter", "experts", "top_k", "label", "gated", "tokens", "gemm1": [fields of GemmConfig in order],
+"gemm2": [...], "stream", "fuse_quant", "time_us"}; beside the entries what they were measured with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Entry:
     tokens: int
     gemm1: GemmConfig
     gemm2: GemmConfig
+    stream: bool
     fuse_quant: bool
     time_us: float
     exact: bool  # measured for these sizes; else for another problem with nearly as many rows an expert
@@ -62,6 +63,7 @@ def nearest(problem: Problem, device: str) -> Entry | None:
         entry["tokens"],
         GemmConfig(*entry["gemm1"]),
         GemmConfig(*entry["gemm2"]),
+        entry["stream"],
         entry["fuse_quant"],
         entry["time_us"],
         bool(same),

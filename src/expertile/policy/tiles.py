@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..hardware import Hardware
 from ..plans import GemmConfig
 from ..problem import BLOCK, Problem, Quant
-from .rules import tile_reasons
+from .rules import stream_reasons, tile_reasons
+
+STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/decode.md)
 
 
 def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
@@ -18,27 +18,40 @@ def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
     return problem.quant is Quant.FP8_BLOCK and columns % BLOCK == 0
 
 
+def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
+    """(up, down): whole rows of 16 weights a block; of w2 as many columns as 32 KiB of registers hold."""
+    item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
+    chunk = min((2048 // item, 1024 // item, 512 // item), key=lambda size: -(-problem.hidden // size) * (size + 64))
+    row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
+    columns = max(1, min(16, 32768 // row))
+    return GemmConfig(16, 16, chunk, 8, 1, True), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
 def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, GemmConfig]:
-    """(gemm1, gemm2). The smallest token tile that holds an expert's rows; thick experts get the widest tile that fits."""
+    """(gemm1, gemm2). The smallest token tile that holds an expert's rows; thick experts get the widest tile that fits.
+
+    The ladder is what measured best on an H200 for qwen3-30b-a3b (2026-12-02); tables/ holds what was measured elsewhere.
+    """
     wide = 64 if problem.quant is Quant.NONE else 128  # block_k: 128 bytes
-    rows = problem.rows_per_expert
-    if rows <= 12:
-        ladder = [(GemmConfig(16, 64, wide * 2, 4, 4, True), GemmConfig(16, 64, wide * 2, 4, 3, True))]
+    rows, block = problem.rows_per_expert, problem.quant is Quant.FP8_BLOCK
+    if rows <= 6:
+        ladder = [(GemmConfig(16, 128, wide, 4, 4, True, 1, True),) * 2]
     elif rows <= 24:
-        ladder = [(GemmConfig(32, 128, wide, 4, 4, True),) * 2]
-    elif rows <= 96:
-        ladder = [(GemmConfig(64, 128, wide, 4, 4, True),) * 2]
+        ladder = [(GemmConfig(32, 128, wide, 4, 4, True, 1, True),) * 2]
+    elif rows <= 48 or block:
+        ladder = [(GemmConfig(64, 128, wide, 4, 4, False, 8),) * 2]
     else:
-        ladder = [(GemmConfig(128, 128, wide, 8, 4, False, 8),) * 2]
+        ladder = [(GemmConfig(128, 256, wide, 8, 4, False, 8),) * 2, (GemmConfig(128, 128, wide, 8, 3, False, 16),) * 2]
+    ladder += [(GemmConfig(pair[0].block_m, 128, wide, 4, 4, True),) * 2 for pair in ladder if pair[0].tma]
     ladder.append((GemmConfig(16, 64, wide, 4, 3, True),) * 2)
-    if problem.quant is Quant.FP8_BLOCK:
-        ladder = [tuple(_within_block(config) for config in pair) for pair in ladder]
     for gemm1, gemm2 in ladder:
         if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware)):
             return gemm1, gemm2
     return ladder[-1]
 
 
-def _within_block(config: GemmConfig) -> GemmConfig:
-    """The same tile with block_k inside one scale block."""
-    return replace(config, block_k=min(config.block_k, BLOCK))
+__all__ = ["STREAM_ROWS", "choose_tiles", "fused_quant", "stream_reasons", "stream_tiles"]

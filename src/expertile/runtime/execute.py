@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..kernels import combine, grouped_gemm, quantize
+from ..kernels import combine, grouped_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
 from ..kernels.tiles import Product
-from ..plans import Backend, Plan
+from ..plans import Backend, GemmConfig, Plan
 from ..problem import Quant
 from ..reference import moe as reference_moe
 from ..routing import Routing
@@ -57,34 +57,52 @@ def products(plan: Plan, weights: Weights) -> tuple[Product, Product]:
 
 
 def _triton(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace):
-    p, w = plan.problem, weights
-    t = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
+    scratch = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
+    run_kernels = _stream if plan.stream else _grouped
+    return run_kernels(plan, x, weights, ids, probs, out, expert_map, scaling_factor, scratch)
+
+
+def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch):
+    on_input = plan.problem.weight_on_input
+    product1, product2 = products(plan, w)
+    common = dict(expert_map=expert_map, pdl=plan.pdl, h_scale=w.h_scale)
+    h = stream.stream_up(
+        x, w.w13, scratch["h"], ids, plan.gemm1, product1, x_scale=w.x_scale, w_scale=w.w13_scale, bias=w.w13_bias,
+        probs=probs if on_input else None, **common,
+    )  # fmt: skip
+    return stream.stream_down(
+        h, w.w2, out, ids, None if on_input else probs, plan.gemm2, product2, factor=scaling_factor,
+        w_scale=w.w2_scale, bias=w.w2_bias, **common,
+    )  # fmt: skip
+
+
+def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
+    p, pdl, quantized = plan.problem, plan.pdl, plan.problem.quant is not Quant.NONE
     product1, product2 = products(plan, w)
     routing = Routing(t["gather"], t["offsets"], t["tiles"], plan.gemm1.block_m)
-    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=plan.pdl)
-    x_scale, h_scale = t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)
-    if p.quant is not Quant.NONE:
-        x, _ = quantize.quantize(x, t["x_q"], x_scale, p.quant, static=p.static_scale, pdl=plan.pdl)
+    x_scale, h_scale = (t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)) if quantized else (None, None)
+    quantizing = dict(x=x, x_q=t["x_q"], x_scale=x_scale, quant=p.quant, static=p.static_scale) if quantized else {}
+    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=pdl, **quantizing)
     h = t["h_q"] if plan.fuse_quant else t["h"]
-    grouped_gemm.grouped_gemm(
-        x, w.w13, routing, plan.gemm1, product1, h, pdl=plan.pdl,
-        x_scale=x_scale if p.quant is not Quant.NONE else None,
-        w_scale=w.w13_scale,
-        y_scale=h_scale if plan.fuse_quant else None,
-        bias=w.w13_bias,
+    _gemm(plan.gemm1)(
+        t["x_q"] if quantized else x, w.w13, routing, plan.gemm1, product1, h, pdl=pdl, x_scale=x_scale,
+        w_scale=w.w13_scale, y_scale=h_scale if plan.fuse_quant else None, bias=w.w13_bias,
         probs=probs if p.weight_on_input else None,
     )  # fmt: skip
-    if p.quant is not Quant.NONE and not plan.fuse_quant:
+    if quantized and not plan.fuse_quant:
         rows = routing.offsets[p.experts :]
-        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=plan.pdl)
-    grouped_gemm.grouped_gemm(
-        h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=plan.pdl,
-        x_scale=h_scale if p.quant is not Quant.NONE else None, w_scale=w.w2_scale, bias=w.w2_bias,
-    )  # fmt: skip
+        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=pdl)
+    _gemm(plan.gemm2)(
+        h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=pdl, x_scale=h_scale, w_scale=w.w2_scale, bias=w.w2_bias
+    )
     return combine.combine(
         t["y"], ids, None if p.weight_on_input else probs, out, p.experts,
-        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl,
+        expert_map=expert_map, factor=scaling_factor, pdl=pdl,
     )  # fmt: skip
+
+
+def _gemm(config: GemmConfig):
+    return swapped_gemm.swapped_gemm if config.tma else grouped_gemm.grouped_gemm
 
 
 RUNNERS = {Backend.REFERENCE: _reference, Backend.TORCH: _torch, Backend.TRITON: _triton}

@@ -1,0 +1,272 @@
+"""vLLM's experts, called as its layers call them: the Triton kernels, CUTLASS fp8, and DeepGEMM fp8 in blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+
+from ...problem import BLOCK, Activation, DType, Problem, Quant
+from ...router import GroupScore, Router, Score
+from ...weights import Weights
+from ..implementation import Implementation, Run
+from ..inputs import Call, Inputs
+from ..rows import version
+
+#: Our activations -> MoEActivation's values.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_erf": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2_no_mul",
+    "swiglu_oai/interleaved": "swigluoai",
+}
+MOST_TOKENS = 8192  # what the modular kernels make room for, at least
+
+
+@contextmanager
+def vllm_session() -> Iterator[None]:
+    """vLLM's operations look up a current config, and its modular kernels a workspace."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    with set_current_vllm_config(VllmConfig()):
+        init_workspace_manager(torch.device("cuda"))
+        yield
+
+
+class VLLM(Implementation):
+    """What the three have in common."""
+
+    session = staticmethod(vllm_session)
+    flavour = ""
+    quants: tuple[Quant, ...] = ()
+    activations: tuple[str, ...] = tuple(ACTIVATIONS.values())
+    takes_bias = False
+
+    @property
+    def name(self) -> str:
+        installed = version("vllm")
+        return f"vllm-{installed}-{self.flavour}" if installed else self.key
+
+    def available(self, device: torch.device) -> list[str]:
+        return missing(device)
+
+    def fits(self, problem: Problem, router: Router | None) -> list[str]:
+        reasons = [] if router is None else router_reasons(router)
+        if problem.quant not in self.quants:
+            reasons.append(f"does not take {problem.label}")
+        if problem.dtype is DType.FP32:
+            reasons.append("does not take fp32")
+        if ACTIVATIONS.get(problem.activation.name) not in self.activations:
+            reasons.append(f"has no activation {problem.activation.name}")
+        if problem.bias and not self.takes_bias:
+            reasons.append("adds no bias")
+        if problem.quant is Quant.FP8_BLOCK and (problem.hidden % BLOCK or problem.inter % BLOCK):
+            reasons.append(f"needs whole blocks of {BLOCK}: H={problem.hidden}, I={problem.inter}")
+        return reasons
+
+    def prepare(self, inputs: Inputs) -> Run:
+        experts = [self.experts(weights, inputs.problem) for weights in inputs.weights]
+        route = router_call(inputs) if inputs.router is not None else None
+
+        def run(call: Call) -> torch.Tensor:
+            ids, probs = (call.ids, call.probs) if route is None else route(call)
+            return experts[call.copy](call.x, ids, probs)
+
+        return run
+
+    def experts(self, weights: Weights, problem: Problem) -> Callable[..., torch.Tensor]:
+        """(x, ids, probs) -> y"""
+        raise NotImplementedError
+
+
+class VLLMTriton(VLLM):
+    """`fused_experts`: vLLM's default for bf16 and for fp8 in blocks on Hopper."""
+
+    key, flavour = "vllm-triton", "triton"
+    quants = tuple(Quant)
+    takes_bias = True
+
+    def experts(self, weights: Weights, problem: Problem) -> Callable[..., torch.Tensor]:
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+        config, activation, total = quant_config(weights), moe_activation(weights.activation), weights.experts
+
+        def run(x, ids, probs):
+            return fused_experts(
+                x,
+                weights.w13,
+                weights.w2,
+                probs,
+                ids,
+                activation=activation,
+                quant_config=config,
+                global_num_experts=total,
+            )
+
+        return run
+
+
+class _Modular(VLLM):
+    """Experts behind vLLM's modular kernel."""
+
+    def classes(self):
+        """(experts class, backend) of vLLM."""
+        raise NotImplementedError
+
+    def experts(self, weights: Weights, problem: Problem) -> Callable[..., torch.Tensor]:
+        from vllm.model_executor.layers.fused_moe.config import (
+            FusedMoEConfig,
+            FusedMoEParallelConfig,
+            RoutingMethodType,
+        )
+        from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
+
+        activation, total = moe_activation(weights.activation), weights.experts
+        config = FusedMoEConfig(
+            num_experts=total,
+            experts_per_token=problem.top_k,
+            hidden_dim=weights.hidden,
+            intermediate_size=weights.inter,
+            num_local_experts=total,
+            num_logical_experts=total,
+            activation=activation,
+            device=str(weights.device),
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.float16 if weights.dtype is DType.FP16 else torch.bfloat16,
+            max_num_tokens=max(MOST_TOKENS, problem.tokens),
+        )
+        kernel = make_fp8_moe_kernel(quant_config(weights), config, *self.classes())
+
+        def run(x, ids, probs):
+            return kernel.apply(x, weights.w13, weights.w2, probs, ids, activation, total, None, False)
+
+        return run
+
+
+class VLLMCutlass(_Modular):
+    key, flavour = "vllm-cutlass", "cutlass"
+    quants = (Quant.FP8_TENSOR, Quant.FP8_CHANNEL)
+    activations = ("silu", "gelu", "gelu_tanh", "swigluoai")
+
+    def classes(self):
+        from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+        return CutlassExpertsFp8, Fp8MoeBackend.VLLM_CUTLASS
+
+
+class VLLMDeepGEMM(_Modular):
+    key, flavour = "vllm-deepgemm", "deepgemm"
+    quants = (Quant.FP8_BLOCK,)
+    activations = ("silu",)
+
+    def classes(self):
+        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+        return DeepGemmExperts, Fp8MoeBackend.DEEPGEMM
+
+
+def missing(device: torch.device) -> list[str]:
+    """Why vLLM cannot run here."""
+    reasons = [] if find_spec("vllm") else ["vllm is not installed"]
+    return reasons + ([] if device.type == "cuda" else ["needs a GPU"])
+
+
+def moe_activation(activation: Activation):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    return MoEActivation.from_str(ACTIVATIONS[activation.name])
+
+
+def quant_config(weights: Weights):
+    """vLLM's record of the scales and biases."""
+    from vllm.model_executor.layers.fused_moe import config
+
+    biases = dict(w1_bias=weights.w13_bias, w2_bias=weights.w2_bias)
+    if weights.quant is Quant.NONE:
+        return (
+            config.biased_moe_quant_config(**biases)
+            if weights.w13_bias is not None
+            else config.FUSED_MOE_UNQUANTIZED_CONFIG
+        )
+    w1, w2 = weights.w13_scale, weights.w2_scale
+    if weights.quant is Quant.FP8_BLOCK:
+        return config.fp8_w8a8_moe_quant_config(w1, w2, block_shape=[BLOCK, BLOCK], **biases)
+    if weights.quant is Quant.FP8_CHANNEL:
+        return config.fp8_w8a8_moe_quant_config(
+            w1.unsqueeze(-1), w2.unsqueeze(-1), per_act_token_quant=True, per_out_ch_quant=True, **biases
+        )
+    a1, a2 = weights.x_scale.reshape(()), weights.h_scale.reshape(())
+    return config.fp8_w8a8_moe_quant_config(
+        w1,
+        w2,
+        a1_scale=a1,
+        a2_scale=a2,
+        a1_gscale=1 / a1,
+        a2_gscale=1 / a2,
+        g1_alphas=w1 * a1,
+        g2_alphas=w2 * a2,
+        **biases,
+    )
+
+
+def router_reasons(router: Router) -> list[str]:
+    """Why none of vLLM's routers that are called here computes this one."""
+    if router.score is Score.SQRT_SOFTPLUS:
+        return ["its sqrt-softplus router is not called by this benchmark"]
+    if router.score is Score.NONE and not router.softmax_after:
+        return ["has no router that takes the logits themselves as weights"]
+    if router.groups > 1:
+        needs = GroupScore.TOP2 if router.score is Score.SIGMOID else GroupScore.MAX
+        if router.group_score is not needs:
+            return [f"its {router.score.value} router scores groups by {needs.value}"]
+    return []
+
+
+def router_call(inputs: Inputs) -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]]:
+    """call -> (ids, probs) by the router that vLLM would take for this model."""
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router
+
+    router, top_k = inputs.router, inputs.problem.top_k
+    shared = dict(
+        topk=top_k,
+        renormalize=router.renormalize,
+        num_expert_group=router.groups,
+        topk_group=router.top_groups,
+        scoring_func=router.score.value,
+        routed_scaling_factor=router.scaling_factor,
+    )
+    if router.score is Score.SIGMOID:
+        bias = inputs.router_bias
+        if bias is None:
+            bias = torch.zeros(inputs.problem.experts, device=inputs.device)
+
+        def route(call: Call):
+            probs, ids = grouped_topk_router.fused_grouped_topk(
+                call.x, call.logits, e_score_correction_bias=bias, **shared
+            )
+            return ids, probs
+
+    elif router.groups > 1 or router.scaling_factor != 1.0:
+
+        def route(call: Call):
+            probs, ids = grouped_topk_router.grouped_topk(call.x, call.logits, **shared)
+            return ids, probs
+
+    else:
+        # softmax over the chosen logits is the softmax over all, renormalised
+        renormalize = router.renormalize or router.softmax_after
+
+        def route(call: Call):
+            probs, ids, _ = fused_topk_router.fused_topk(call.x, call.logits, top_k, renormalize)
+            return ids, probs
+
+    return route

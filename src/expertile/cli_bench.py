@@ -1,0 +1,226 @@
+"""The command `expertile bench`: experts, layer, report. What each measures is in benchmarks/README.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import ExpertileError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Measure ours and the peers on this machine, on the same inputs; every figure becomes a row.",
+)
+
+QUANTS = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block")
+DEFAULT_PROBLEM = "qwen3-30b-a3b"
+MOST_TOKENS = 1 << 20
+OURS, BACKENDS = "expertile", ("triton", "torch", "reference")
+PEERS = ("vllm-triton", "vllm-cutlass", "vllm-deepgemm", "flashinfer-cutlass", "torch-grouped-mm")
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def measure(
+    context: typer.Context,
+    problem: Annotated[
+        list[str] | None,
+        typer.Option(help="a known layer, H,I,E,k, or all; may be repeated", show_default=DEFAULT_PROBLEM),
+    ] = None,
+    quant: Annotated[str, typer.Option(help=f"some of {','.join(QUANTS)}")] = "bf16",
+    tokens: Annotated[str, typer.Option(help="1,8,64 or 1-4096 (its powers of two)")] = "1-4096",
+    routing: Annotated[str, typer.Option(help="some of uniform,zipf1.2,hot")] = "uniform",
+    impl: Annotated[str, typer.Option(help=f"some of {','.join((OURS, f'{OURS}:BACKEND', *PEERS))}, or all")] = "all",
+    router: Annotated[str | None, typer.Option(help="layer only; default: that of the problem's model")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="appended to", show_default="benchmarks/results/<date>-<gpu>-<what>.jsonl")
+    ] = None,
+    replays: Annotated[int, typer.Option(help="the median is taken over these")] = 15,
+    sets: Annotated[int, typer.Option(help="calls in one CUDA graph, each with its own input")] = 8,
+    seed: Annotated[int, typer.Option(help="of weights, inputs and routing")] = 0,
+    plan_override: Annotated[
+        list[str] | None,
+        typer.Option(help='[NAME=]JSON, e.g. narrow={"gemm1":{"block_n":64}}: measured too, as expertile:NAME'),
+    ] = None,
+    flashinfer_module: Annotated[
+        Path | None, typer.Option(envvar="FI_SO", help="FlashInfer's fused_moe_90.so, where it was built beforehand")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="for the rows, where there is no git checkout")] = None,
+):
+    bench = context.info_name
+    if router is not None and bench != "layer":
+        raise ExpertileError("--router goes with `bench layer`: in `bench experts` the routing is given")
+    from .bench import experts, layer, rows
+    from .bench.runner import Request
+
+    request = Request(
+        bench, _problems(problem), _quants(quant), parse_tokens(tokens), _routings(routing), sets, replays, seed
+    )
+    setting = _setting(device, commit)
+    chosen = _implementations(impl, plan_override or [], flashinfer_module, setting.hardware)
+    path = out or rows.default_path(setting.shared, bench)
+    outcomes = (
+        layer.run(request, chosen, setting, router) if bench == "layer" else experts.run(request, chosen, setting)
+    )
+    if not _follow(outcomes, request, chosen, path):
+        raise typer.Exit(1)
+
+
+app.command("experts", help="A layer's experts: top-k ids and weights given; quantisation of x included.")(measure)
+app.command("layer", help="A whole layer: router logits in, output out.")(measure)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="rows, as the other commands write them")],
+    plot: Annotated[Path | None, typer.Option(help="also time over tokens as a PNG; needs the extra `bench`")] = None,
+):
+    """Rows as tables: ours, the peers, the floor, and how much faster than the fastest peer."""
+    from rich.console import Console
+
+    from .bench import rows
+    from .bench.table import tables
+
+    found = [row for file in files for row in rows.read(file)]
+    if not found:
+        raise ExpertileError(f"no rows in {', '.join(map(str, files))}")
+    console = Console()
+    for table in tables(found):
+        console.print(table)
+    if plot is not None:
+        from .bench.plot import plot as draw
+
+        console.print(f"plot: {draw(found, plot)}", highlight=False)
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """
+    >>> parse_tokens("1,8,64"), parse_tokens("1-8,12")
+    ((1, 8, 64), (1, 2, 4, 8, 12))
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        pair = _RANGE.fullmatch(part.strip())
+        first, last = (int(pair[1]), int(pair[2])) if pair else (_integer(part, text), 0)
+        found += [1 << bit for bit in range(21) if first <= 1 << bit <= last] if pair else [first]
+    if not found or min(found) < 1 or max(found) > MOST_TOKENS:
+        raise ExpertileError(f"tokens={text!r}: give numbers from 1 to {MOST_TOKENS}, or a range of such")
+    return tuple(dict.fromkeys(found))
+
+
+def _integer(part: str, text: str) -> int:
+    if not part.strip().isdigit():
+        raise ExpertileError(f"tokens={text!r}: give numbers with commas between them, or a range as in 1-4096")
+    return int(part)
+
+
+def _problems(names: Sequence[str] | None) -> tuple[str, ...]:
+    from .problem import LAYERS, named_problem
+
+    if names and "all" in names:
+        return tuple(LAYERS)
+    for name in names or ():
+        named_problem(name, tokens=1)
+    return tuple(names or (DEFAULT_PROBLEM,))
+
+
+def _quants(text: str) -> tuple[str, ...]:
+    names = QUANTS if text == "all" else _split(text)
+    for name in names:
+        if name not in QUANTS:
+            raise ExpertileError(f"quant={name!r} is not known: use some of {', '.join(QUANTS)}")
+    return names
+
+
+def _routings(text: str) -> tuple[str, ...]:
+    from .bench.inputs import check_routing
+
+    names = _split(text)
+    for name in names:
+        check_routing(name)
+    return names
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _setting(name: str, commit: str | None):
+    import torch
+
+    from .bench import rows
+    from .bench.runner import Setting
+    from .runtime.device import detect
+
+    if name not in ("auto", "cuda", "cpu"):
+        raise ExpertileError(f"device={name!r} is not known: use cuda, cpu or auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ExpertileError("device='cuda', but torch finds no GPU here: leave --device out to measure on the CPU")
+    hardware = detect(None if name == "auto" else name)
+    return Setting(
+        torch.device("cuda" if hardware.is_gpu else "cpu"), hardware, rows.environment(hardware.name, commit)
+    )
+
+
+def _implementations(text: str, overrides: Sequence[str], flashinfer_module: Path | None, hardware) -> list:
+    from .bench.ours import Expertile, parse_override
+    from .bench.peers import peer
+
+    names = [*dict.fromkeys(each for name in _split(text) for each in ((OURS, *PEERS) if name == "all" else (name,)))]
+    chosen = []
+    for name in names:
+        base, _, backend = name.partition(":")
+        if base == OURS and (not backend or backend in BACKENDS):
+            chosen.append(Expertile(hardware, variant=backend, backend=backend or None))
+        elif name in PEERS:
+            chosen.append(peer(name, flashinfer_module))
+        else:
+            known = ", ".join((OURS, *(f"{OURS}:{each}" for each in BACKENDS), *PEERS))
+            raise ExpertileError(f"impl={name!r} is not known: use some of {known}, or all")
+    for text in overrides:
+        variant, changes = parse_override(text)
+        chosen.append(Expertile(hardware, variant=variant, changes=changes))
+    if len({each.name for each in chosen}) < len(chosen):
+        raise ExpertileError("two implementations have one name: give each --plan-override a NAME= of its own")
+    return chosen
+
+
+def _follow(outcomes, request, chosen, path: Path) -> bool:
+    """Writes rows as they come, shows progress and, last, the tables; False when something of ours got no row."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .bench import rows
+    from .bench.runner import State
+    from .bench.table import is_ours, tables
+
+    console = Console()
+    of_a_layer = len(request.routings) * len(request.tokens)
+    of_all = len(request.problems) * len(request.quants) * of_a_layer
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    written, good = [], True
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(request.bench, total=of_all * len(chosen))
+        for outcome in outcomes:
+            parts = (outcome.problem, outcome.quant, outcome.routing, outcome.tokens)
+            where = " ".join(str(part) for part in parts if part)
+            done = 1 if outcome.tokens else of_a_layer if outcome.problem else of_all
+            progress.update(task, description=where or request.bench, advance=done)
+            if outcome.state is State.MEASURED:
+                rows.write(path, [outcome.row])
+                written.append(outcome.row)
+                continue
+            good = good and not is_ours(outcome.impl)
+            label = f"{outcome.impl} ({where})" if where else outcome.impl
+            console.print(f"{label} {outcome.state.value}: {outcome.message}", markup=False, highlight=False)
+    for table in tables(written):
+        console.print(table)
+    console.print(f"{len(written)} rows in {path}" if written else "no rows", highlight=False, markup=False)
+    return good

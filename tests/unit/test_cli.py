@@ -1,0 +1,75 @@
+"""The command line as a user meets it: what it prints, and how it says no."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def expertile(*arguments: str):
+    return subprocess.run([sys.executable, "-m", "expertile.cli", *arguments], capture_output=True, text=True)
+
+
+def test_explain_prints_a_plan_for_each_number_of_tokens():
+    done = expertile("explain", "--problem", "qwen3-30b-a3b", "--quant", "fp8_block", "--tokens", "1,4096")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.strip().split("\n\n")
+    assert first.startswith("T=1 H=2048 I=768 E=128 top-k=8 fp8_block") and "on h200" in first
+    assert second.startswith("T=4096")
+    assert "-> triton" in first and "torch" in first and "floor" in first
+
+
+def test_explain_takes_sizes_and_gives_json():
+    done = expertile("explain", "--problem", "64,32,8,2", "--tokens", "4", "--device", "h100", "--json")
+    plan = json.loads(done.stdout)
+    assert (plan["problem"]["hidden"], plan["device"]) == (64, "h100")
+
+
+def test_a_forced_backend_is_the_one_explained():
+    assert "-> reference" in expertile("explain", "--tokens", "4", "--backend", "reference").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("explain", "--tokens", "-1"), "-1"),
+        (("explain", "--tokens", "many"), "many"),
+        (("explain", "--quant", "fp7"), "fp7"),
+        (("explain", "--problem", "nope"), "nope"),
+        (("explain", "--device", "b200"), "b200"),
+        (("explain", "--backend", "cuda"), "cuda"),
+        (("explain", "--backend", "triton", "--device", "cpu"), "Hopper"),
+        (("demo", "--model", "nowhere"), "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
+    done = expertile(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("expertile: ") and word in line
+
+
+def test_an_unknown_command_is_refused():
+    done = expertile("explian")
+    assert done.returncode == 2 and "explian" in done.stderr
+
+
+def test_help_names_every_command():
+    text = expertile("--help").stdout
+    assert all(f"\n  {command} " in text for command in ("explain", "demo", "bench", "version"))
+
+
+def test_version_names_what_a_report_needs():
+    text = expertile("version").stdout
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "expertile",
+        "python",
+        "torch",
+        "triton",
+        "transformers",
+        "vllm",
+        "device",
+    ]
