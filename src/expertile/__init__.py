@@ -16,7 +16,7 @@ _HOME = {
     "Problem": "problem",
     "Activation": "problem",
     "Router": "router",
-    "Plan": "plan",
+    "Plan": "plans",
     "Hardware": "hardware",
     "H200": "hardware",
     "H100": "hardware",

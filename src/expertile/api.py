@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from . import policy
 from .errors import ShapeError, UnsupportedProblem
@@ -58,7 +59,12 @@ def moe(
     out       written and returned; must not share memory with x
     backend, plan    override the policy; `workspace` gives the scratch memory (else torch's allocator does)
     Raises    ShapeError, UnsupportedProblem, naming the value, before anything is launched
+    Compiled  under torch.compile one opaque operator (plan, workspace and hardware are then its own affair). There is
+              no gradient: where one would be needed, backward raises
     """
+    if torch.compiler.is_compiling() or _wants_grad(x, weights, probs):
+        return _through_operator(x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input,
+                                 scaling_factor, out, backend, (plan, workspace, hardware))  # fmt: skip
     if (logits is None) == (ids is None):
         raise ShapeError("give either ids and probs, or logits with router and top_k")
     _check_x(x, weights)
@@ -96,11 +102,11 @@ def route(logits, router, top_k: int, *, bias=None):
     router.check(logits.shape[1], top_k)
     if bias is not None and (tuple(bias.shape) != (logits.shape[1],) or bias.dtype != torch.float32):
         raise ShapeError(f"bias is {bias.dtype} {tuple(bias.shape)}, needs float32 ({logits.shape[1]},): bf16 ties experts")
-    if logits.is_cuda:
-        from .kernels.router import router as route_kernel
-
-        return route_kernel(logits, router, top_k, bias)
-    return route_torch(logits, router, top_k, bias)
+    if torch.compiler.is_compiling():
+        r = router
+        return _route_operator(logits, bias, top_k, r.score.value, r.softmax_after, r.renormalize, r.groups, r.top_groups,
+                               r.group_score.value, r.scaling_factor, r.epsilon)  # fmt: skip
+    return _route(logits, router, top_k, bias)
 
 
 def plan(problem: Problem, hardware: Hardware | str | None = None, backend: str | None = None) -> Plan:
@@ -113,6 +119,73 @@ def plan(problem: Problem, hardware: Hardware | str | None = None, backend: str 
 def explain(what: Plan | Problem, hardware: Hardware | str | None = None) -> str:
     """A plan's reasons as text; a Problem is planned first."""
     return policy.explain(what if isinstance(what, Plan) else plan(what, hardware))
+
+
+@torch.library.custom_op("expertile::moe", mutates_args=())
+def _operator(
+    x: Tensor, ids: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None,
+    w13_bias: Tensor | None, w2_bias: Tensor | None, x_scale: Tensor | None, h_scale: Tensor | None,
+    expert_map: Tensor | None, layout: str, weight_on_input: bool, scaling_factor: float, backend: str | None,
+) -> Tensor:  # fmt: skip
+    weights = Weights.from_layout(
+        layout, w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias,
+        x_scale=x_scale, h_scale=h_scale,
+    )  # fmt: skip
+    with torch.no_grad():
+        return moe(
+            x, weights, ids, probs, expert_map=expert_map, weight_on_input=weight_on_input,
+            scaling_factor=scaling_factor, backend=backend,
+        )  # fmt: skip
+
+
+@_operator.register_fake
+def _(x, *others):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _route(logits, router: Router, top_k: int, bias):
+    if logits.is_cuda:
+        from .kernels.router import router as route_kernel
+
+        return route_kernel(logits, router, top_k, bias)
+    return route_torch(logits, router, top_k, bias)
+
+
+@torch.library.custom_op("expertile::route", mutates_args=())
+def _route_operator(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, softmax_after: bool, renormalize: bool, groups: int,
+    top_groups: int, group_score: str, scaling_factor: float, epsilon: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    router = Router(score, softmax_after, renormalize, groups, top_groups, group_score, scaling_factor, epsilon)
+    return _route(logits, router, top_k, bias)
+
+
+@_route_operator.register_fake
+def _(logits, bias, top_k, *others):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+def _wants_grad(x, weights: Weights, probs) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in (x, probs, weights.w13, weights.w2))
+
+
+def _through_operator(
+    x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input, scaling_factor, out, backend, own
+):
+    """moe() as the operator expertile::moe, for torch.compile and for autograd, which is told that there is no gradient."""
+    if any(value is not None for value in own):
+        raise ShapeError("plan, workspace and hardware are chosen inside the compiled operator: leave them out")
+    if logits is not None:
+        ids, probs = route(logits, _given(router, "router"), _given(top_k, "top_k"), bias=bias)
+    w = weights
+    y = _operator(
+        x, ids, probs, w.w13, w.w2, w.w13_scale, w.w2_scale, w.w13_bias, w.w2_bias, w.x_scale, w.h_scale, expert_map,
+        w.layout, weight_on_input, float(scaling_factor), backend,
+    )  # fmt: skip
+    return y if out is None else out.copy_(y)
 
 
 def _backend(name) -> Backend | None:

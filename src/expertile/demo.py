@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -166,7 +167,7 @@ def show_plans(console: Console) -> None:
             cells = (
                 str(tokens),
                 each,
-                plan.name.removesuffix("+pdl"),
+                escape(plan.name.removesuffix("+pdl")),
                 f"{plan.time_us:.1f}",
                 f"{plan.floor_us:.1f}",
                 why(plan),
@@ -246,11 +247,11 @@ def measured_cells(hardware: Hardware) -> Iterator[tuple[str, ...]]:
     setting = Setting(torch.device("cuda"), hardware, environment(hardware.name))
     for outcome in experts.run(request, [Expertile(hardware)], setting):
         if outcome.row is None:
-            yield outcome.quant, str(outcome.tokens or ""), outcome.state.value, "", "", "", outcome.message
+            yield outcome.quant, str(outcome.tokens or ""), outcome.state.value, "", "", "", escape(outcome.message)
             continue
         us, floor = outcome.row["time_us"], outcome.row["floor_us"]
         figures = f"{us:.1f}", f"{floor:.1f}", f"{us / floor:.2f}", f"{outcome.row['err']:.1e}"
-        yield outcome.quant, str(outcome.tokens), *figures, outcome.row["plan"]
+        yield outcome.quant, str(outcome.tokens), *figures, escape(outcome.row["plan"])
 
 
 def _progress(console: Console) -> Progress:

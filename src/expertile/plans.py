@@ -20,6 +20,14 @@ class Backend(str, Enum):
     TRITON = "triton"  # our kernels
 
 
+class Stream(str, Enum):
+    """Which products a plan streams instead of grouping rows by expert (kernels/stream.py), for a handful of tokens."""
+
+    NO = "no"
+    DOWN = "down"  # GEMM2: no combine after it
+    BOTH = "both"  # no routing before it either
+
+
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile of one grouped product, in elements.
@@ -71,8 +79,7 @@ class Plan:
     """The decision for one Problem on one device.
 
     gemm1, gemm2    tiles (TRITON only); they share block_m, so one list of row tiles serves both
-    stream          a handful of tokens: two launches that stream weights, no routing (kernels/stream.py); of the tiles
-                    only block_n, block_k (GEMM1) and warps count
+    stream          products that stream weights; of their tiles only block_n, block_k (GEMM1) and warps count
     fuse_quant      GEMM1's epilogue writes h already quantised
     pdl             kernels are chained by programmatic dependent launch
     source          "measured: ..." or "model: ..." or "forced"
@@ -84,7 +91,7 @@ class Plan:
     backend: Backend
     gemm1: GemmConfig | None = None
     gemm2: GemmConfig | None = None
-    stream: bool = False
+    stream: Stream = Stream.NO
     fuse_quant: bool = False
     pdl: bool = False
     time_us: float | None = None
@@ -98,10 +105,14 @@ class Plan:
         if self.backend is not Backend.TRITON:
             return self.backend.value
         flags = ("+fuse_quant" if self.fuse_quant else "") + ("+pdl" if self.pdl else "")
-        if self.stream:
-            up, down = self.gemm1, self.gemm2
-            return f"triton[stream {up.block_n}x{up.block_k} w{up.warps} | {down.block_n} columns w{down.warps}]{flags}"
-        return f"triton[{self.gemm1.name} | {self.gemm2.name}]{flags}"
+        up, down = self.gemm1, self.gemm2
+        streamed_up, streamed_down = f"stream {up.block_n}x{up.block_k} w{up.warps}", f"stream {down.block_n} w{down.warps}"
+        names = {
+            Stream.NO: (up.name, down.name),
+            Stream.DOWN: (up.name, streamed_down),
+            Stream.BOTH: (streamed_up, streamed_down),
+        }[self.stream]
+        return f"triton[{names[0]} | {names[1]}]{flags}"
 
     @property
     def max_tiles(self) -> int:
@@ -116,8 +127,9 @@ class Plan:
         if self.backend is not Backend.TRITON:
             return ()
         p, item = self.problem, self.problem.dtype.value
-        if self.stream:
-            return (Buffer("h", (p.rows, p.inter), "fp8" if p.static_scale else item),)
+        streamed_h = Buffer("h", (p.rows, p.inter), "fp8" if p.static_scale else item)
+        if self.stream is Stream.BOTH:
+            return (streamed_h,)
         found = [
             Buffer("gather", (p.rows,), "i32"),
             Buffer("offsets", (p.experts + 1,), "i32"),
@@ -126,9 +138,13 @@ class Plan:
         ]
         if p.quant is Quant.NONE:
             found += [Buffer("h", (p.rows, p.inter), item)]
+            if self.stream is Stream.DOWN:
+                return tuple(found)
         else:
             found += [Buffer("x_q", (p.tokens, p.hidden), "fp8")]
             found += scale_buffers("x_scale", p.tokens, p.hidden, p)
+            if self.stream is Stream.DOWN:
+                return (*found, streamed_h)
             found += [Buffer("h_q", (p.rows, p.inter), "fp8")]
             found += scale_buffers("h_scale", p.rows, p.inter, p)
             if not self.fuse_quant:
@@ -147,7 +163,7 @@ class Plan:
         data = json.loads(text)
         data["problem"]["activation"] = Activation(**data["problem"]["activation"])
         data["problem"] = Problem(**data["problem"])
-        data["backend"] = Backend(data["backend"])
+        data["backend"], data["stream"] = Backend(data["backend"]), Stream(data["stream"])
         for name in ("gemm1", "gemm2"):
             data[name] = GemmConfig(**data[name]) if data[name] else None
         data["candidates"] = tuple(

@@ -17,7 +17,7 @@ from .bench.ours import Expertile
 from .bench.runner import Request, Setting, State
 from .errors import ExpertileError
 from .hardware import Hardware
-from .plans import Backend, GemmConfig, Plan
+from .plans import Backend, GemmConfig, Plan, Stream
 from .policy import decide
 from .policy.rules import stream_reasons, tile_reasons
 from .policy.tiles import choose_tiles, fused_quant, stream_tiles
@@ -46,7 +46,11 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     if problem.rows <= STREAM_MOST and not stream_reasons(problem):
         up, down = stream_tiles(problem)
         for warps in (8, 4):
-            found.append(replace(base, gemm1=replace(up, warps=warps), gemm2=down, stream=True))
+            found.append(replace(base, gemm1=replace(up, warps=warps), gemm2=down, stream=Stream.BOTH))
+        static = problem.static_scale
+        for gemm1, _ in _pairs(problem):
+            if gemm1.block_m == 16 and not tile_reasons(gemm1, problem, hardware):
+                found.append(replace(base, gemm1=gemm1, gemm2=down, stream=Stream.DOWN, fuse_quant=static))
     pairs = [choose_tiles(problem, hardware), *_pairs(problem)]
     for gemm1, gemm2 in dict.fromkeys(pairs):
         if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware)):
@@ -69,6 +73,8 @@ def _pairs(problem: Problem) -> Iterator[tuple[GemmConfig, GemmConfig]]:
             continue
         yield (swap(block_m, 128, 4, 4),) * 2
         yield (swap(block_m, 128, 8, 4),) * 2
+        if block_m == 16:
+            yield (replace(swap(block_m, 128, 8, 4), tma=False),) * 2
         yield swap(block_m, 256, 8, 3), swap(block_m, 128, 4, 4)
         if not block:
             yield (swap(block_m, 128, 4, 3, 2 * k),) * 2
@@ -127,7 +133,7 @@ def _winner(plans: list[Plan], times: dict[int, float], hardware: Hardware) -> d
     plan, p = plans[best], plans[best].problem
     return dict(
         hidden=p.hidden, inter=p.inter, experts=p.experts, top_k=p.top_k, label=p.label, gated=p.activation.gated,
-        tokens=p.tokens, gemm1=list(astuple(plan.gemm1)), gemm2=list(astuple(plan.gemm2)), stream=plan.stream,
+        tokens=p.tokens, gemm1=list(astuple(plan.gemm1)), gemm2=list(astuple(plan.gemm2)), stream=plan.stream.value,
         fuse_quant=plan.fuse_quant, time_us=round(times[best], 2),
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -28,6 +29,7 @@ class Weights:
     w13_bias, w2_bias      [E, N], [E, H]
     x_scale, h_scale       fp32 scalars on the device: static activation scales (fp8_tensor), x_q = x / x_scale
     dtype      of x and y
+    layout     all that is not a tensor, as JSON: what the compiled operator is told beside the tensors
     """
 
     w13: torch.Tensor
@@ -42,6 +44,7 @@ class Weights:
     w2_bias: torch.Tensor | None = None
     x_scale: torch.Tensor | None = None
     h_scale: torch.Tensor | None = None
+    layout: str = field(init=False)
 
     @property
     def experts(self) -> int:
@@ -58,6 +61,17 @@ class Weights:
     @property
     def device(self) -> torch.device:
         return self.w13.device
+
+    def __post_init__(self):
+        text = json.dumps([self.dtype.value, self.quant.value, asdict(self.activation), self.split_scale])
+        object.__setattr__(self, "layout", text)
+
+    @classmethod
+    def from_layout(cls, layout: str, **tensors) -> Weights:
+        dtype, quant, activation, split_scale = json.loads(layout)
+        return cls(
+            dtype=DType(dtype), quant=Quant(quant), activation=Activation(**activation), split_scale=split_scale, **tensors
+        )
 
     def problem(self, tokens: int, top_k: int, *, total_experts=None, weight_on_input: bool = False) -> Problem:
         return Problem(

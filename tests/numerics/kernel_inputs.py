@@ -18,7 +18,7 @@ import torch
 
 from expertile.api import prepare
 from expertile.hardware import H200
-from expertile.plans import Backend, GemmConfig, Plan
+from expertile.plans import Backend, GemmConfig, Plan, Stream
 from expertile.policy import tile_reasons
 from expertile.policy.tiles import fused_quant, stream_tiles
 from expertile.problem import BLOCK, Problem, activation
@@ -197,9 +197,12 @@ def make_plan(layer: Layer, gemm1: GemmConfig, gemm2: GemmConfig | None = None) 
     return Plan(problem, "h200", Backend.TRITON, gemm1, gemm2 or gemm1, fuse_quant=fuse, pdl=not INTERPRETER)
 
 
-def make_stream_plan(layer: Layer) -> Plan:
+def make_stream_plan(layer: Layer, gemm1: GemmConfig | None = None) -> Plan:
+    """Both products streamed, or with a tile for GEMM1 only the second."""
     problem = problem_of(layer)
-    return Plan(problem, "h200", Backend.TRITON, *stream_tiles(problem), stream=True, pdl=not INTERPRETER)
+    up, down = stream_tiles(problem)
+    stream = Stream.BOTH if gemm1 is None else Stream.DOWN
+    return Plan(problem, "h200", Backend.TRITON, gemm1 or up, down, stream=stream, pdl=not INTERPRETER)
 
 
 def problem_of(layer: Layer) -> Problem:
@@ -210,9 +213,10 @@ def problem_of(layer: Layer) -> Problem:
 
 def skip_if_refused(plan: Plan):
     """Skips a tile that the policy would not give to this problem, with its reasons."""
-    reasons = [r for tile in (plan.gemm1, plan.gemm2) for r in tile_reasons(tile, plan.problem, H200)]
+    tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
+    reasons = [reason for tile in tiles for reason in tile_reasons(tile, plan.problem, H200)]
     if reasons:
-        pytest.skip("; ".join(reasons))
+        pytest.skip("; ".join(dict.fromkeys(reasons)))
 
 
 class Poisoned:
@@ -300,6 +304,6 @@ def check_moe(y, layer: Layer, plan: Plan, scaling_factor: float = 1.0):
     torch_ref = reference_moe(*arguments, **options, round_h=not once)
     torch_error = row_error(torch_experts(*arguments, **options), torch_ref)
     assert torch_error < signal, "torch itself is off: the bar would mean nothing"
-    rounds_h = not (once or plan.fuse_quant or (plan.stream and layer.case.static))
+    rounds_h = not (once or plan.fuse_quant or (plan.stream is not Stream.NO and layer.case.static))
     error = row_error(y, reference_moe(*arguments, **options, round_h=rounds_h))
     assert error <= 1.5 * torch_error + EPSILON + (FP8_SUM if quantized else 0.0)

@@ -23,6 +23,7 @@ from .kernel_inputs import (
     make_stream_plan,
     row_error,
     run_kernels,
+    skip_if_refused,
 )
 
 BOTH = pytest.mark.parametrize("tile", [SWAP, PLAIN], ids=lambda tile: tile.name)
@@ -168,31 +169,46 @@ def test_quantisation_in_the_first_products_epilogue(fields, gemm1):
     check_moe(run_kernels(plan, layer), layer, plan)
 
 
+STREAMED = pytest.mark.parametrize("gemm1", [None, SWAP, TMA], ids=["both", "down after swap", "down after swap-tma"])
+
+
 @DTYPE
+@STREAMED
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize(
     "fields",
     [
         dict(tokens=1),
         dict(tokens=3, hidden=200, inter=192, bias=True, ids="bad", mapped=True, id_dtype=torch.int64),
-        dict(tokens=2, top_k=3, inter=24, activation="relu2", ids="twice"),
-        dict(tokens=2, inter=40, activation="swiglu_oai", interleaved=True, bias=True),
-        dict(tokens=2, top_k=1, weight_on_input=True),
+        dict(tokens=2, top_k=3, inter=48, activation="relu2", ids="twice"),
         dict(tokens=4, ids="none"),
     ],
     ids=str,
 )
-def test_a_streamed_layer(fields, quant, dtype):
+def test_a_streamed_layer(fields, quant, gemm1, dtype):
     layer = make_layer(Case(quant=quant, dtype=dtype, **fields))
-    plan = make_stream_plan(layer)
+    plan = make_stream_plan(layer, gemm1)
+    skip_if_refused(plan)
     check_moe(run_kernels(plan, layer, scaling_factor=2.5), layer, plan, 2.5)
 
 
 @DTYPE
-@pytest.mark.parametrize("fields", [dict(quant="fp8_tensor", static=True), dict(quant="fp8_block", split_scale=True)], ids=str)
-def test_a_streamed_layer_with_other_scales(fields, dtype):
-    layer = make_layer(Case(tokens=2, hidden=176, inter=192, dtype=dtype, **fields))
-    plan = make_stream_plan(layer)
+@STREAMED
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(quant="fp8_tensor", static=True, bias=True),
+        dict(quant="fp8_block", split_scale=True),
+        dict(quant="fp8_block", split_scale=True, interleaved=True),
+        dict(activation="swiglu_oai", interleaved=True, bias=True),
+        dict(top_k=1, weight_on_input=True),
+    ],
+    ids=str,
+)
+def test_a_streamed_layer_with_options(fields, gemm1, dtype):
+    layer = make_layer(Case(**{"tokens": 2, "hidden": 176, "inter": 192, "dtype": dtype, **fields}))
+    plan = make_stream_plan(layer, gemm1)
+    skip_if_refused(plan)
     check_moe(run_kernels(plan, layer), layer, plan)
 
 

@@ -32,7 +32,7 @@ def check(route, logits, router, top_k, bias=None):
     want_ids, want_probs = reference_route(logits, router, top_k, bias)
     assert ids.dtype == torch.int32 and probs.dtype == torch.float32
     assert torch.equal(ids.long(), want_ids)
-    assert torch.allclose(probs.double(), want_probs, rtol=2e-6, atol=1e-30)
+    assert torch.allclose(probs.double(), want_probs, rtol=5e-6, atol=1e-30)
     return ids, probs
 
 

@@ -83,6 +83,17 @@ def test_activations_dtypes_and_biases(way, dtype, activation, bias):
     check(make_layer(Case(**ODD, dtype=dtype, activation=activation, bias=bias)))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_beyond_their_limits(name, interleaved):
+    activation = ACTIVATIONS[name]
+    if interleaved and activation.gated:
+        activation = replace(activation, interleaved=True)
+    gate_up = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * 20
+    want = reference.activate(gate_up, activation)
+    assert torch.allclose(backend._activate(gate_up, activation).double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("quant", ["fp8_tensor", "fp8_channel", "fp8_block"])
 @pytest.mark.parametrize(
     "case", [{}, {"bias": True, "activation": "swiglu_oai", "interleaved": True}, {"activation": "relu2"}]
@@ -133,6 +144,12 @@ def test_case_8_rows_without_an_expert_are_exactly_zero(way):
     weights = replace(layer.weights, w13=torch.randn_like(layer.weights.w13), w2=torch.randn_like(layer.weights.w2))
     y = torch_experts(layer.x, weights, ids, layer.probs, expert_map=expert_map)
     assert (y[1] == 0).all() and (y[0] != 0).any()
+
+
+@pytest.mark.parametrize("ids", ["bad", "none"])
+def test_probs_of_skipped_slots_are_not_read(way, ids):
+    layer = make_layer(Case(**ODD, dtype="bf16", ids=ids))
+    check(replace(layer, probs=layer.probs.masked_fill(layer.local < 0, torch.nan)))
 
 
 @pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16, torch.float64])

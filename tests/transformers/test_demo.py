@@ -42,7 +42,7 @@ def test_the_model_is_loaded_with_our_experts(loaded):
 
 def test_the_loss_in_bf16_is_that_of_transformers(losses):
     stock, ours = losses[demo.STOCK], losses["expertile"]
-    assert 3.0 < stock.per_token < 3.6
+    assert 3.5 < stock.per_token < 4.2  # the first windows are harder than the rest; knowing nothing would be 8.3
     assert ours.tokens == stock.tokens == WINDOWS * (demo.WINDOW - 1)
     assert abs(ours.per_token - stock.per_token) < 0.005
 

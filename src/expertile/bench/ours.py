@@ -12,7 +12,7 @@ import torch
 from ..api import moe, plan
 from ..errors import ExpertileError
 from ..hardware import Hardware
-from ..plans import Backend, GemmConfig, Plan
+from ..plans import Backend, GemmConfig, Plan, Stream
 from ..problem import Problem
 from ..router import Router
 from .implementation import Implementation, Run
@@ -113,6 +113,10 @@ def changed(base: Plan, changes: Mapping) -> Plan:
             if value not in known:
                 raise ExpertileError(f"plan override backend={value!r}: use one of {', '.join(known)}")
             fields[name] = Backend(value)
+        elif name == "stream":
+            if value not in [member.value for member in Stream]:
+                raise ExpertileError(f"plan override stream={value!r}: use one of no, down, both")
+            fields[name] = Stream(value)
         else:
             fields[name] = bool(value)
     return dataclasses.replace(base, source="forced", time_us=None, **fields)

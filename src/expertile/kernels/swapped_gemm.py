@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import ShapeError
-from ..errors import ShapeError
 from ..plans import GemmConfig
 from ..routing import Routing
 from .tiles import (
@@ -159,8 +158,6 @@ def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     Raises    ShapeError when Needs does not hold
     """
     product.check(config, routing.block_m)
-    if not w.is_contiguous():
-        raise ShapeError(f"w has strides {w.stride()}: TMA reads the rows of all experts as they follow each other")
     blocks = -(-product.n // product.y_block(config))
     _swapped_gemm_kernel[(routing.tiles.shape[0] * blocks,)](
         x, _weight_view(w, product, config), y, routing.gather, routing.tiles,

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ..errors import UnsupportedProblem
 from ..hardware import DEVICES, Hardware
-from ..plans import Backend, Candidate, Plan
+from ..plans import Backend, Candidate, Plan, Stream
 from ..problem import Problem, Quant
 from . import table
 from .model import floor_us, plan_us
@@ -30,6 +30,10 @@ def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None)
             looked_at.append(Candidate(candidate, tuple(why)))
             continue
         plan = _plan(candidate, problem, hardware)
+        why = _refused(plan, hardware)
+        if why:
+            looked_at.append(Candidate(candidate, tuple(why)))
+            continue
         looked_at.append(Candidate(candidate, (), plan.time_us, plan.source))
         if candidate is backend:
             best = replace(plan, source=f"forced; {plan.source}")
@@ -47,28 +51,34 @@ def _plan(backend: Backend, problem: Problem, hardware: Hardware) -> Plan:
     if backend is not Backend.TRITON:
         return replace(plan, time_us=plan_us(plan, hardware), source="model")
     entry = table.nearest(problem, hardware.name)
-    if entry and not _refused(problem, hardware, entry):
-        plan = replace(plan, gemm1=entry.gemm1, gemm2=entry.gemm2, stream=entry.stream)
+    measured = entry and replace(plan, gemm1=entry.gemm1, gemm2=entry.gemm2, stream=entry.stream)
+    if measured and ((not entry.exact and entry.stream is not Stream.NO) or _refused(measured, hardware)):
+        measured = None  # streaming hangs on the very sizes: another problem's is no guide
+    if measured:
+        plan = measured
         fuse = entry.fuse_quant and fused_quant(problem, entry.gemm1)
         source = f"tiles measured for {entry.source}"
     elif 0 < problem.rows <= STREAM_ROWS and not stream_reasons(problem):
         gemm1, gemm2 = stream_tiles(problem)
-        plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=True), False
+        plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH), False
         source = f"streamed, as at most {STREAM_ROWS} routed rows are"
     else:
         gemm1, gemm2 = choose_tiles(problem, hardware)
         plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2), fused_quant(problem, gemm1)
         source = "tiles by rows an expert"
     plan = replace(plan, fuse_quant=fuse, pdl=True)
-    if entry and entry.exact and entry.tokens == problem.tokens:
+    if measured and entry.exact and entry.tokens == problem.tokens:
         return replace(plan, time_us=entry.time_us, source=f"measured; {source}")
     return replace(plan, time_us=plan_us(plan, hardware), source=f"model; {source}")
 
 
-def _refused(problem: Problem, hardware: Hardware, entry: table.Entry) -> list[str]:
-    if entry.stream:
-        return stream_reasons(problem)
-    return tile_reasons(entry.gemm1, problem, hardware) + tile_reasons(entry.gemm2, problem, hardware)
+def _refused(plan: Plan, hardware: Hardware) -> list[str]:
+    """Why the plan's kernels cannot run with these tiles, TRITON only."""
+    if plan.backend is not Backend.TRITON:
+        return []
+    tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
+    found = [reason for tile in dict.fromkeys(tiles) for reason in tile_reasons(tile, plan.problem, hardware)]
+    return found + (stream_reasons(plan.problem) if plan.stream is not Stream.NO else [])
 
 
 def explain(plan: Plan) -> str:
@@ -83,7 +93,7 @@ def explain(plan: Plan) -> str:
     ]
     if plan.backend is Backend.TRITON:
         lines += [f"     {line}" for line in _tiles_in_words(plan)]
-        if p.quant is not Quant.NONE and not plan.stream:
+        if p.quant is not Quant.NONE and plan.stream is Stream.NO:
             where = "in GEMM1's epilogue" if plan.fuse_quant else "by a kernel of its own (its scale spans GEMM1 tiles)"
             lines += [f"     h is quantised {where}"]
         lines += [f"     workspace {plan.workspace_bytes / 2**20:.1f} MiB"]
@@ -97,11 +107,16 @@ def explain(plan: Plan) -> str:
 
 
 def _tiles_in_words(plan: Plan) -> list[str]:
-    if plan.stream:
+    if plan.stream is Stream.BOTH:
         up, down = plan.gemm1, plan.gemm2
         return [
             f"streamed in two launches: {up.block_n} rows of w13 a block, {down.block_n} columns of all a token's experts",
             "no routing and no combine: hardly two slots share an expert, so there is nothing to group",
+        ]
+    if plan.stream is Stream.DOWN:
+        return [
+            f"gemm1 {plan.gemm1.name}, then {plan.gemm2.block_n} columns of all a token's experts a block are streamed",
+            "no combine: a block has all slots of its token",
         ]
     side = "sit on WGMMA's narrow side, weight rows fill its 64 rows" if plan.gemm1.swap else "fill WGMMA's 64-row side"
     return [f"gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {plan.gemm1.block_m} tokens a tile {side}"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 from ..hardware import Hardware
-from ..plans import SCAN_ROWS, Backend, GemmConfig, Plan
+from ..plans import SCAN_ROWS, Backend, GemmConfig, Plan, Stream
 from ..problem import BLOCK, Problem, Quant
+
+
+HOST_US = 5.0  # one operation of torch, launched from Python
 
 
 def weight_bytes(problem: Problem) -> float:
@@ -52,20 +55,22 @@ def smem_bytes(config: GemmConfig, problem: Problem) -> int:
 def expected_tiles(problem: Problem, block_m: int) -> float:
     """Row tiles under uniform routing: an expert's rows are binomial, and its last tile is partly empty.
 
-    Exact: experts * E[ceil(X / block_m)] with X ~ Binomial(tokens, top_k / total_experts), by a normal approximation
-    where that is long.
+    experts * E[ceil(X / block_m)] with X ~ Binomial(tokens, top_k / total_experts): exact while the mean is at most 30,
+    beyond by the normal distribution.
     """
     share = problem.top_k / problem.total_experts
     mean = problem.tokens * share
-    deviation = math.sqrt(max(mean * (1 - share), 1e-12))
+    deviation = math.sqrt(mean * (1 - share))
+    if deviation == 0:
+        return problem.experts * float(-(-round(mean) // block_m))
     if mean > 30:
-        return problem.experts * (mean / block_m + 0.5)
-    chance, total, count = (1 - share) ** problem.tokens, 0.0, 0
-    last = min(problem.tokens, int(mean + 10 * deviation) + 10)
-    while count <= last:
+        last = int((mean + 6 * deviation) / block_m)
+        starts = ((tile * block_m + 0.5 - mean) / deviation for tile in range(last + 1))  # a tile exists if X is beyond
+        return problem.experts * sum(0.5 * math.erfc(start / math.sqrt(2)) for start in starts)
+    chance, total = (1 - share) ** problem.tokens, 0.0
+    for count in range(min(problem.tokens, int(mean + 10 * deviation) + 10) + 1):
         total += chance * -(-count // block_m)
-        chance *= (problem.tokens - count) / (count + 1) * (share / (1 - share) if share < 1 else 0)
-        count += 1
+        chance *= (problem.tokens - count) / (count + 1) * share / (1 - share)
     return problem.experts * total
 
 
@@ -77,12 +82,9 @@ def plan_us(plan: Plan, hardware: Hardware) -> float:
     problem = plan.problem
     moved = problem.experts_hit * weight_bytes(problem)
     if plan.backend is not Backend.TRITON:
-        loops = problem.experts_hit if hardware.is_gpu else problem.experts_hit / 4
-        slow = 1.0 if plan.backend is Backend.TORCH else 60.0
-        busy = max(moved / hardware.hbm_bytes_per_s, flops(problem) / (0.5 * peak(problem, hardware)))
-        return slow * (1e6 * busy + loops * 5 * hardware.launch_us)
+        return _torch_us(problem, hardware, moved) * (1.0 if plan.backend is Backend.TORCH else 60.0)
     total = launches(plan) * hardware.launch_us
-    if plan.stream:
+    if plan.stream is Stream.BOTH:
         again = problem.rows / max(problem.experts_hit, 1)  # an expert of several slots is read by each, from L2
         return total + 1e6 * moved * max(1.0, 0.75 * again) / (0.78 * hardware.hbm_bytes_per_s)
     shares = (problem.w13_rows, plan.gemm1), (problem.inter, plan.gemm2)
@@ -96,10 +98,23 @@ def plan_us(plan: Plan, hardware: Hardware) -> float:
     return total + 1e6 * activations / hardware.hbm_bytes_per_s
 
 
+def _torch_us(problem: Problem, hardware: Hardware, moved: float) -> float:
+    """The torch backend: fp8 weights become fp32 (read, written, read again) and are multiplied as such. On a GPU it asks for
+    the counts and launches from the host, which no graph hides: some thirty operations, and four an expert."""
+    rate = 0.5 * hardware.flops_per_s_16
+    if problem.quant is not Quant.NONE:
+        moved, rate = 9 * moved, rate / (6 if hardware.is_gpu else 1)
+    busy = 1e6 * max(moved / hardware.hbm_bytes_per_s, flops(problem) / rate)
+    host = HOST_US * (30 + 4 * problem.experts_hit) if hardware.is_gpu else 25.0 * problem.experts_hit
+    return busy + host
+
+
 def launches(plan: Plan) -> int:
     """Kernels of one call of the TRITON backend."""
     problem = plan.problem
-    if plan.stream:
+    if plan.stream is Stream.BOTH:
         return 2
+    if plan.stream is Stream.DOWN:
+        return 3
     counted_apart = problem.rows > SCAN_ROWS
     return 4 + counted_apart + (problem.quant is not Quant.NONE and not plan.fuse_quant)

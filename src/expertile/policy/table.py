@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-from ..plans import GemmConfig
+from ..plans import GemmConfig, Stream
 from ..problem import Problem
 
 
@@ -21,7 +21,7 @@ class Entry:
     tokens: int
     gemm1: GemmConfig
     gemm2: GemmConfig
-    stream: bool
+    stream: Stream
     fuse_quant: bool
     time_us: float
     exact: bool  # measured for these sizes; else for another problem with nearly as many rows an expert
@@ -63,7 +63,7 @@ def nearest(problem: Problem, device: str) -> Entry | None:
         entry["tokens"],
         GemmConfig(*entry["gemm1"]),
         GemmConfig(*entry["gemm2"]),
-        entry["stream"],
+        Stream(entry["stream"]),
         entry["fuse_quant"],
         entry["time_us"],
         bool(same),
