@@ -40,7 +40,8 @@ def prepare(
     """
     return prepare_weights(
         w13, w2, quant=quant, activation=named_activation(activation), dtype=dtype, w13_scale=w13_scale,
-        w2_scale=w2_scale, split_scale=split_scale, w13_bias=w13_bias, w2_bias=w2_bias, x_scale=x_scale, h_scale=h_scale,
+        w2_scale=w2_scale, split_scale=split_scale, w13_bias=w13_bias, w2_bias=w2_bias, x_scale=x_scale,
+        h_scale=h_scale,
     )  # fmt: skip
 
 
@@ -101,11 +102,15 @@ def route(logits, router, top_k: int, *, bias=None):
         raise ShapeError(f"logits are {logits.dtype} {tuple(logits.shape)}: need a floating [T, E]")
     router.check(logits.shape[1], top_k)
     if bias is not None and (tuple(bias.shape) != (logits.shape[1],) or bias.dtype != torch.float32):
-        raise ShapeError(f"bias is {bias.dtype} {tuple(bias.shape)}, needs float32 ({logits.shape[1]},): bf16 ties experts")
+        raise ShapeError(
+            f"bias is {bias.dtype} {tuple(bias.shape)}, needs float32 ({logits.shape[1]},): bf16 ties experts"
+        )
     if torch.compiler.is_compiling():
         r = router
-        return _route_operator(logits, bias, top_k, r.score.value, r.softmax_after, r.renormalize, r.groups, r.top_groups,
-                               r.group_score.value, r.scaling_factor, r.epsilon)  # fmt: skip
+        return _route_operator(
+            logits, bias, top_k, r.score.value, r.softmax_after, r.renormalize, r.groups, r.top_groups,
+            r.group_score.value, r.scaling_factor, r.epsilon,
+        )  # fmt: skip
     return _route(logits, router, top_k, bias)
 
 
@@ -175,7 +180,9 @@ def _wants_grad(x, weights: Weights, probs) -> bool:
 def _through_operator(
     x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input, scaling_factor, out, backend, own
 ):
-    """moe() as the operator expertile::moe, for torch.compile and for autograd, which is told that there is no gradient."""
+    """moe() as the operator expertile::moe, for torch.compile and for autograd, which is told that there is no
+    gradient.
+    """
     if any(value is not None for value in own):
         raise ShapeError("plan, workspace and hardware are chosen inside the compiled operator: leave them out")
     if logits is not None:

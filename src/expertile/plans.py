@@ -106,7 +106,10 @@ class Plan:
             return self.backend.value
         flags = ("+fuse_quant" if self.fuse_quant else "") + ("+pdl" if self.pdl else "")
         up, down = self.gemm1, self.gemm2
-        streamed_up, streamed_down = f"stream {up.block_n}x{up.block_k} w{up.warps}", f"stream {down.block_n} w{down.warps}"
+        streamed_up, streamed_down = (
+            f"stream {up.block_n}x{up.block_k} w{up.warps}",
+            f"stream {down.block_n} w{down.warps}",
+        )
         names = {
             Stream.NO: (up.name, down.name),
             Stream.DOWN: (up.name, streamed_down),
@@ -188,4 +191,15 @@ def scale_buffers(name: str, rows: int, width: int, problem: Problem) -> list[Bu
     return [Buffer(name, (rows, groups), "fp32")]
 
 
-__all__ = ["ALIGN", "Backend", "Buffer", "Candidate", "DType", "GemmConfig", "Plan", "ROUTE_BLOCK", "SCAN_ROWS", "route_programs"]
+__all__ = [
+    "ALIGN",
+    "Backend",
+    "Buffer",
+    "Candidate",
+    "DType",
+    "GemmConfig",
+    "Plan",
+    "ROUTE_BLOCK",
+    "SCAN_ROWS",
+    "route_programs",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from .errors import ShapeError
 
@@ -192,7 +193,7 @@ class Problem:
 
 
 #: Layers of well-known models, each as (hidden, inter, experts, top_k, further Problem fields).
-LAYERS = {
+LAYERS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": dict(hidden=2048, inter=768, experts=128, top_k=8),
     "qwen3-next-80b-a3b": dict(hidden=2048, inter=512, experts=512, top_k=10),
     "nemotron-3-nano": dict(hidden=2688, inter=1856, experts=128, top_k=6, activation="relu2"),
@@ -222,8 +223,11 @@ def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Prob
         if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
             raise ShapeError(f"problem={name!r} is neither H,I,E,k nor one of {', '.join(LAYERS)}")
         layer = dict(zip(("hidden", "inter", "experts", "top_k"), map(int, parts), strict=True))
-    if quant in (DType.BF16.value, DType.FP16.value, DType.FP32.value):
+    if quant in [dtype.value for dtype in DType]:
         layer.update(dtype=quant, quant=Quant.NONE)
-    else:
+    elif quant in [quant.value for quant in Quant if quant is not Quant.NONE]:
         layer["quant"] = quant
+    else:
+        known = [*(dtype.value for dtype in DType), *(q.value for q in Quant if q is not Quant.NONE)]
+        raise ShapeError(f"quant={quant!r} is not known: use one of {', '.join(known)}")
     return Problem(tokens=tokens, **{**layer, **fields})

@@ -1,6 +1,6 @@
 """Weights on load: scales normalised to the shapes of `Weights`, 16-bit weights quantised to e4m3 where asked.
 
-    scale = max(absmax, 1e-10) / 448 over a tensor, a row or a 128x128 block          q = round(w / scale), to nearest even
+scale = max(absmax, 1e-10) / 448 over a tensor, a row or a 128x128 block          q = round(w / scale), to nearest even
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from .problem import BLOCK, Activation, DType, Quant
 from .weights import DTYPES, FP8, FP8_MAX, NAMES, Weights, check_weights
 
 
-def prepare_weights(w13, w2, *, quant, activation, dtype, w13_scale, w2_scale, split_scale, w13_bias, w2_bias, x_scale, h_scale):
+def prepare_weights(
+    w13, w2, *, quant, activation, dtype, w13_scale, w2_scale, split_scale, w13_bias, w2_bias, x_scale, h_scale
+):
     """See api.prepare."""
     stored = w13.dtype == FP8
     quant = _quant(quant, stored, w13_scale, w2.shape[0] if w2.ndim == 3 else 0)
@@ -131,7 +133,9 @@ def _infer_split(w13_scale, quant: Quant, activation: Activation, inter: int) ->
 
 
 def _rows_contiguous(w):
-    """On a GPU a view is laid out anew (a transposed checkpoint, [E, H, 2I]): TMA reads whole rows. Elsewhere it will do."""
+    """On a GPU a view is laid out anew (a transposed checkpoint, [E, H, 2I]): TMA reads whole rows. Elsewhere it will
+    do.
+    """
     return w.contiguous() if w.is_cuda else w
 
 

@@ -32,8 +32,8 @@ class Router:
     renormalize     probs are divided by their sum (plus `epsilon`)
     groups, top_groups, group_score   only experts of the best top_groups groups of E / groups neighbours compete
     scaling_factor  multiplies probs, last and once
-    Logits: +inf and -inf count as the largest and smallest finite fp32, NaN as the smallest: ids are always distinct and
-    in [0, E), probs always finite.
+    Logits: +inf and -inf count as the largest and smallest finite fp32, NaN as the smallest: ids are always distinct
+    and in [0, E), probs always finite.
 
     >>> ROUTERS["deepseek_v3"].score
     <Score.SIGMOID: 'sigmoid'>
@@ -78,7 +78,14 @@ ROUTERS = {
     "sigmoid": Router(score=Score.SIGMOID, renormalize=True, epsilon=1e-20),
     "deepseek_v2": Router(groups=8, top_groups=3, scaling_factor=16.0),
     "deepseek_v3": Router(
-        Score.SIGMOID, False, True, groups=8, top_groups=4, group_score=GroupScore.TOP2, scaling_factor=2.5, epsilon=1e-20
+        Score.SIGMOID,
+        False,
+        True,
+        groups=8,
+        top_groups=4,
+        group_score=GroupScore.TOP2,
+        scaling_factor=2.5,
+        epsilon=1e-20,
     ),
     "deepseek_v4": Router(Score.SQRT_SOFTPLUS, False, True, scaling_factor=2.5, epsilon=1e-20),
     "llama4": Router(score=Score.SIGMOID),  # top_k = 1, with weight_on_input

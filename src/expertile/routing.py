@@ -12,8 +12,8 @@ class Routing:
     """Routed rows sorted by expert, and the tiles that cover them.
 
     A slot is t * top_k + j, the j-th expert of token t; a row is a place in the sorted order. R = T * top_k.
-    gather   [R] int32      row -> slot; rows of skipped slots (id -1, >= E, or not on this rank) do not exist: the first
-                            offsets[E] entries are valid, the rest are never read
+    gather   [R] int32      row -> slot; rows of skipped slots (id -1, >= E, or not on this rank) do not exist: the
+                            first offsets[E] entries are valid, the rest are never read
     offsets  [E + 1] int32  expert -> its first row
     tiles    [max_tiles, 4] int32   tile -> (expert, first row, end row, 0); expert -1 ends the list
 

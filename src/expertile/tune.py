@@ -1,8 +1,8 @@
 """Measures tiles and writes the winners as the policy's table: `expertile tune`.
 
-For every number of tokens a handful of plans that could win is measured, checked first as every benchmark is, interleaved
-in one process, on uniform routing; the fastest right one becomes an entry. The plan that the policy would choose without
-a table is always among them, so an entry is never slower than none.
+For every number of tokens a handful of plans that could win is measured, checked first as every benchmark is,
+interleaved in one process, on uniform routing; the fastest right one becomes an entry. The plan that the policy would
+choose without a table is always among them, so an entry is never slower than none.
 """
 
 from __future__ import annotations

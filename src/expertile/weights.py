@@ -20,7 +20,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Weights:
     """Weights of E experts, in the layout checkpoints use.
 
-    w13        [E, N, H], N = 2I (gate rows then up rows, or alternating when activation.interleaved), or I without a gate
+    w13        [E, N, H], N = 2I (gate rows then up rows, or alternating when activation.interleaved), or I without a
+    gate
     w2         [E, H, I]
     w13_scale, w2_scale    fp32: [E] fp8_tensor | [E, N], [E, H] fp8_channel
                            | [E, rows/128, ceil(H/128)], [E, ceil(H/128), ceil(I/128)] fp8_block
@@ -70,7 +71,11 @@ class Weights:
     def from_layout(cls, layout: str, **tensors) -> Weights:
         dtype, quant, activation, split_scale = json.loads(layout)
         return cls(
-            dtype=DType(dtype), quant=Quant(quant), activation=Activation(**activation), split_scale=split_scale, **tensors
+            dtype=DType(dtype),
+            quant=Quant(quant),
+            activation=Activation(**activation),
+            split_scale=split_scale,
+            **tensors,
         )
 
     def problem(self, tokens: int, top_k: int, *, total_experts=None, weight_on_input: bool = False) -> Problem:
@@ -108,7 +113,9 @@ def check_weights(w: Weights) -> None:
     for name in ("w13", "w2"):
         tensor = getattr(w, name)
         if tensor.dtype != want:
-            raise ShapeError(f"{name} has dtype {tensor.dtype}, quant={w.quant.value} and dtype={w.dtype.value} need {want}")
+            raise ShapeError(
+                f"{name} has dtype {tensor.dtype}, quant={w.quant.value} and dtype={w.dtype.value} need {want}"
+            )
     _check_scales(w, experts, rows, hidden, inter)
     if (w.w13_bias is None) != (w.w2_bias is None):
         raise ShapeError("give a bias for both projections or for neither: w13_bias and w2_bias")
@@ -150,6 +157,8 @@ def _check_scales(w: Weights, experts: int, rows: int, hidden: int, inter: int) 
     for name in ("x_scale", "h_scale"):
         scale = getattr(w, name)
         if scale is not None and w.quant is not Quant.FP8_TENSOR:
-            raise ShapeError(f"{name} is a static activation scale: quant=fp8_tensor takes one, {w.quant.value} does not")
+            raise ShapeError(
+                f"{name} is a static activation scale: quant=fp8_tensor takes one, {w.quant.value} does not"
+            )
         if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
             raise ShapeError(f"{name} is {scale.dtype} {tuple(scale.shape)}, needs one float32 value")

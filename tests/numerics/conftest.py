@@ -1,4 +1,6 @@
-"""Triton's interpreter casts fp32 to e4m3 wrongly (it drops the carry of the mantissa): here it rounds as the GPU does."""
+"""Triton's interpreter casts fp32 to e4m3 wrongly (it drops the carry of the mantissa): here it rounds as the GPU
+does.
+"""
 
 import sys
 
@@ -11,7 +13,9 @@ from .kernel_inputs import INTERPRETER
 
 @triton.jit
 def to_fp8_by_bits(value, scale):
-    """kernels.tiles.to_fp8, to the nearest e4m3 number, ties to even: in fp32, so that the cast has nothing left to round."""
+    """kernels.tiles.to_fp8, to the nearest e4m3 number, ties to even: in fp32, so that the cast has nothing left to
+    round.
+    """
     v = tl.minimum(tl.maximum(value / scale, -448.0), 448.0).to(tl.float32)
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """What tests of kernels work on: layers with every trap laid, memory that shows a stray write, and the bar.
 
-Traps that every layer has: experts without a row are NaN in weights, scales and biases; the rows of x lie apart with NaN
-between them; scratch memory is 0xFF bytes (NaN in every float, -1 in int32); outputs are too, with guard rows on both
-sides that must stay so.
+Traps that every layer has: experts without a row are NaN in weights, scales and biases; the rows of x lie apart with
+NaN between them; scratch memory is 0xFF bytes (NaN in every float, -1 in int32); outputs are too, with guard rows on
+both sides that must stay so.
 Interpreter  no bf16 and no programmatic launches; its casts to e4m3 are mended in conftest.py
 """
 
@@ -157,7 +157,10 @@ def make_weights(case: Case, local, generator) -> Weights:
         return on_device(tensor)
 
     fields, matrices = {}, []
-    for name, shape, split in (("w13", (rows, case.hidden), case.split_scale), ("w2", (case.hidden, case.inter), False)):
+    for name, shape, split in (
+        ("w13", (rows, case.hidden), case.split_scale),
+        ("w2", (case.hidden, case.inter), False),
+    ):
         w = torch.randn(case.experts, *shape, generator=generator)
         if case.quant == "none":
             w = (w * shape[1] ** -0.5).to(DTYPES_BY_NAME[case.dtype])
@@ -293,10 +296,13 @@ def row_error(y, ref) -> float:
 def check_moe(y, layer: Layer, plan: Plan, scaling_factor: float = 1.0):
     """The bar: no row further from float64 than 1.5 times what torch is in the same dtype.
 
-    Each is held against float64 with h rounded where it rounds h. On a GPU that would hide little and cost much for fp8:
-    sums of 14 bits put values of h on the other side of a rounding, so both are held against h that is rounded once.
+    Each is held against float64 with h rounded where it rounds h. On a GPU that would hide little and cost much for
+    fp8: sums of 14 bits put values of h on the other side of a rounding, so both are held against h that is rounded
+    once.
     """
-    options = dict(expert_map=layer.expert_map, weight_on_input=layer.case.weight_on_input, scaling_factor=scaling_factor)
+    options = dict(
+        expert_map=layer.expert_map, weight_on_input=layer.case.weight_on_input, scaling_factor=scaling_factor
+    )
     arguments = (layer.x, layer.weights, layer.ids, layer.probs)
     quantized = layer.case.quant != "none"
     once = quantized and DEVICE == "cuda"

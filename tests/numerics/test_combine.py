@@ -82,7 +82,9 @@ def test_rows_of_out_may_lie_apart():
 
 
 def test_the_sum_is_in_the_order_of_the_slots():
-    """So it is the same on every run: 2^24 + 1 is lost in fp32, then -2^24 leaves 0; in another order 1 would be left."""
+    """So it is the same on every run: 2^24 + 1 is lost in fp32, then -2^24 leaves 0; in another order 1 would be
+    left.
+    """
     y = on_device(torch.tensor([2.0**24, 1.0, -(2.0**24)]).repeat_interleave(16).view(3, 16))
     out = Poisoned((1, 16), torch.float32)
     ids = on_device(torch.zeros(1, 3, dtype=torch.int32))

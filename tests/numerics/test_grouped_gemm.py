@@ -133,7 +133,11 @@ def test_activations_and_biases(activation, interleaved, config, dtype):
 )
 def test_sizes_off_the_tile(hidden, inter, activation, config, dtype):
     """Case 14: no padding is read, written or needed."""
-    check(make_layer(Case(tokens=2, hidden=hidden, inter=inter, experts=2, top_k=1, activation=activation, dtype=dtype)), config, backwards=True)
+    check(
+        make_layer(Case(tokens=2, hidden=hidden, inter=inter, experts=2, top_k=1, activation=activation, dtype=dtype)),
+        config,
+        backwards=True,
+    )
 
 
 @DTYPE
@@ -156,7 +160,9 @@ def test_sizes_off_the_tile(hidden, inter, activation, config, dtype):
     ids=str,
 )
 def test_spreads_of_rows_over_experts(case, config, dtype):
-    """Cases 6, 7, 9 and 13: experts without rows are NaN, one expert has all, ids name no expert, x is weighted first."""
+    """Cases 6, 7, 9 and 13: experts without rows are NaN, one expert has all, ids name no expert, x is weighted
+    first.
+    """
     check(make_layer(replace(case, dtype=dtype)), config, backwards=True)
 
 
@@ -170,10 +176,14 @@ def test_scales_that_differ_everywhere(hidden, inter, fields, config, dtype):
 
 
 @ALL
-@pytest.mark.parametrize("fields", [dict(activation="relu2"), dict(interleaved=True), dict(interleaved=True, split_scale=True)], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(activation="relu2"), dict(interleaved=True), dict(interleaved=True, split_scale=True)], ids=str
+)
 @pytest.mark.parametrize("inter", [192, 256])
 def test_block_scales_of_other_row_orders(inter, fields, config):
-    check(make_layer(Case(tokens=3, hidden=64, inter=inter, experts=2, quant="fp8_block", **fields)), config, gemms=(1,))
+    check(
+        make_layer(Case(tokens=3, hidden=64, inter=inter, experts=2, quant="fp8_block", **fields)), config, gemms=(1,)
+    )
 
 
 @ALL
@@ -232,11 +242,15 @@ def test_weights_with_rows_apart(config):
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize("out_quant", ["static", "block"])
 def test_quantising_in_the_epilogue(out_quant, swap):
-    """Where every value fits e4m3 exactly the answer is bitwise known: x holds such values, w picks a column for each row."""
+    """Where every value fits e4m3 exactly the answer is bitwise known: x holds such values, w picks a column for each
+    row.
+    """
     rows, columns, k = 21, 320, 64
     config = GemmConfig(16, 128, 32, 4, 3, swap)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(1, 8, (rows, k), generator=generator) * 2.0 ** torch.randint(-4, 3, (rows, k), generator=generator)
+    x = torch.randint(1, 8, (rows, k), generator=generator) * 2.0 ** torch.randint(
+        -4, 3, (rows, k), generator=generator
+    )
     x[:, ::8] = 28.0  # with the factor 16 below: 448 in every group of 128
     pick = torch.arange(columns) % k
     w = torch.zeros(2, columns, k)

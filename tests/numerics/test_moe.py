@@ -51,7 +51,9 @@ def test_a_layer(tokens, quant, tile, dtype):
 @BOTH
 @pytest.mark.parametrize("quant", QUANTS)
 def test_the_order_of_the_tiles_does_not_matter(quant, tile):
-    """The interpreter runs programs in order: a tile that writes into the next one's rows would be overwritten, unseen."""
+    """The interpreter runs programs in order: a tile that writes into the next one's rows would be overwritten,
+    unseen.
+    """
     layer = make_layer(Case(tokens=21, inter=40, experts=3, quant=quant, dtype=DTYPES_HERE[0]))
     plan = make_plan(layer, tile)
     there, back = run_kernels(plan, layer), run_kernels(plan, layer, backwards=True)
@@ -70,9 +72,13 @@ def test_gemm2_may_have_a_tile_of_its_own(tile):
 @pytest.mark.parametrize("fields", [dict(), dict(quant="fp8_tensor", static=True), dict(quant="fp8_block")], ids=str)
 def test_every_option_at_once(fields, tile, dtype):
     """Cases 6, 7, 9, 11, 17, 19 and 23 together: what is right alone may not be right beside the others."""
-    case = Case(tokens=19, hidden=200, inter=192, bias=True, ids="bad", mapped=True, id_dtype=torch.int64, dtype=dtype, **fields)
+    case = Case(
+        tokens=19, hidden=200, inter=192, bias=True, ids="bad", mapped=True, id_dtype=torch.int64, dtype=dtype, **fields
+    )
     check(replace(case, activation="swiglu_oai", interleaved=True), tile, scaling_factor=2.5)
-    check(replace(case, activation="swiglu_clamp", split_scale="quant" in fields and fields["quant"] == "fp8_block"), tile)
+    check(
+        replace(case, activation="swiglu_clamp", split_scale="quant" in fields and fields["quant"] == "fp8_block"), tile
+    )
 
 
 @DTYPE
@@ -105,7 +111,9 @@ def test_gate_comes_before_up(activation, gate, up, h, dtype):
 @DTYPE
 @BOTH
 def test_the_weight_on_the_input_goes_through_the_activation(tile, dtype):
-    """Case 13: k = 1, weight 0.25. silu is not linear: as a factor of the output it would be 0.25 * silu(4) * 4 = 3.93."""
+    """Case 13: k = 1, weight 0.25. silu is not linear: as a factor of the output it would be 0.25 * silu(4) * 4 =
+    3.93.
+    """
     layer = make_layer(Case(tokens=2, hidden=16, inter=16, experts=1, top_k=1, weight_on_input=True, dtype=dtype))
     layer.x.fill_(1.0)
     layer.probs.fill_(0.25)
@@ -120,7 +128,12 @@ def test_the_weight_on_the_input_goes_through_the_activation(tile, dtype):
 @BOTH
 def test_nemotron_without_a_gate(tile, dtype):
     """Case 14: relu2, H = 2688, I = 1856, fp8 per tensor: w13 has I rows, and no padding of H is visible outside."""
-    y, _ = check(Case(tokens=1, hidden=2688, inter=1856, experts=2, top_k=1, activation="relu2", quant="fp8_tensor", dtype=dtype), tile)
+    y, _ = check(
+        Case(
+            tokens=1, hidden=2688, inter=1856, experts=2, top_k=1, activation="relu2", quant="fp8_tensor", dtype=dtype
+        ),
+        tile,
+    )
     assert y.shape == (1, 2688)
 
 
@@ -133,7 +146,14 @@ def test_no_tokens(quant, tile):
     plan = make_plan(layer, tile)
     assert (plan.problem.rows, plan.problem.experts_hit) == (0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (execute.row_routing, execute.quantize, execute.grouped_gemm, execute.swapped_gemm, execute.stream, execute.combine):
+        for module in (
+            execute.row_routing,
+            execute.quantize,
+            execute.grouped_gemm,
+            execute.swapped_gemm,
+            execute.stream,
+            execute.combine,
+        ):
             for name in ("route_rows", "quantize", "grouped_gemm", "swapped_gemm", "stream_up", "combine"):
                 patch.setattr(module, name, None, raising=False)
         assert execute.run(plan, layer.x, layer.weights, layer.ids, layer.probs, out).shape == (0, 64)
@@ -155,12 +175,18 @@ def test_a_row_does_not_depend_on_its_batch(tile, dtype):
     together = run_kernels(make_plan(layer, tile), layer)
     for t in (0, 11, 22):
         row = slice(t, t + 1)
-        alone = replace(layer, case=replace(layer.case, tokens=1), x=layer.x[row], ids=layer.ids[row], probs=layer.probs[row])
+        alone = replace(
+            layer, case=replace(layer.case, tokens=1), x=layer.x[row], ids=layer.ids[row], probs=layer.probs[row]
+        )
         assert torch.equal(run_kernels(make_plan(alone, tile), alone), together[row])
 
 
-@pytest.mark.parametrize("gemm1", [replace(SWAP, block_n=256), replace(PLAIN, block_n=256), replace(TMA, block_n=256)], ids=lambda c: c.name)
-@pytest.mark.parametrize("fields", [dict(quant="fp8_tensor", static=True), dict(quant="fp8_block", split_scale=True)], ids=str)
+@pytest.mark.parametrize(
+    "gemm1", [replace(SWAP, block_n=256), replace(PLAIN, block_n=256), replace(TMA, block_n=256)], ids=lambda c: c.name
+)
+@pytest.mark.parametrize(
+    "fields", [dict(quant="fp8_tensor", static=True), dict(quant="fp8_block", split_scale=True)], ids=str
+)
 def test_quantisation_in_the_first_products_epilogue(fields, gemm1):
     """The plan says so, and h never exists in 16 bits."""
     layer = make_layer(Case(tokens=9, hidden=128, inter=320, bias=True, ids="bad", dtype=DTYPES_HERE[0], **fields))

@@ -53,9 +53,7 @@ def run_with_routing(x, quant: Quant, scale=None):
     found = Poisoned((x.shape[0], groups(quant, x.shape[1])), torch.float32)
     given = found.tensor if scale is None else scale
     counts = torch.empty(route_programs(layer.ids.numel()), 4, dtype=torch.int32, device=DEVICE)
-    route_rows(
-        layer.ids, 4, routing, counts, x=x, x_q=q.tensor, x_scale=given, quant=quant, static=scale is not None
-    )
+    route_rows(layer.ids, 4, routing, counts, x=x, x_q=q.tensor, x_scale=given, quant=quant, static=scale is not None)
     q.check()
     found.check()
     assert torch.equal(routing.gather, want.gather) and torch.equal(routing.tiles[:, :3], want.tiles[:, :3])

@@ -66,7 +66,8 @@ def test_rows_are_sorted_by_expert_and_tiles_cover_them(case, block_m):
 
 
 @pytest.mark.parametrize(
-    ("rows", "ids"), [(ROUTE_BLOCK, "bad"), (ROUTE_BLOCK + 1, "one"), (ROUTE_BLOCK + 1, "bad"), (2 * ROUTE_BLOCK + 5, "uniform")]
+    ("rows", "ids"),
+    [(ROUTE_BLOCK, "bad"), (ROUTE_BLOCK + 1, "one"), (ROUTE_BLOCK + 1, "bad"), (2 * ROUTE_BLOCK + 5, "uniform")],
 )
 def test_many_programs_agree_on_the_order(rows, ids):
     check(make_layer(sizes(tokens=rows, experts=5, top_k=1, ids=ids)), 32)

@@ -50,14 +50,18 @@ def grouped_tiles(plan) -> tuple[GemmConfig, ...]:
     return {Stream.NO: (plan.gemm1, plan.gemm2), Stream.DOWN: (plan.gemm1,), Stream.BOTH: ()}[plan.stream]
 
 
-devices = st.sampled_from([H200, H100, CPU, replace(H200, smem_bytes=100_000), replace(H200, name="b200", capability=(10, 0))])
+devices = st.sampled_from(
+    [H200, H100, CPU, replace(H200, smem_bytes=100_000), replace(H200, name="b200", capability=(10, 0))]
+)
 
 
 def test_every_backend_has_a_rule_and_a_runner():
     """RUNNERS is read from the source: importing it would need torch."""
     source = Path(expertile.runtime.__file__).with_name("execute.py").read_text()
     (runners,) = (
-        node.value for node in ast.parse(source).body if isinstance(node, ast.Assign) and node.targets[0].id == "RUNNERS"
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "RUNNERS"
     )
     assert [key.attr for key in runners.keys] == [backend.name for backend in Backend]
     assert list(RULES) == list(Backend)
@@ -74,7 +78,9 @@ def test_what_is_decided_can_run_and_is_the_cheapest(problem, hardware):
     if plan.backend is Backend.TRITON:
         assert hardware.is_hopper
         assert plan.stream is Stream.NO or not stream_reasons(problem)
-        assert plan.stream is not Stream.NO or plan.gemm1.block_m == plan.gemm2.block_m, "one list of row tiles serves both"
+        assert plan.stream is not Stream.NO or plan.gemm1.block_m == plan.gemm2.block_m, (
+            "one list of row tiles serves both"
+        )
         for tile in grouped_tiles(plan):
             assert not tile_reasons(tile, problem, hardware)
             assert smem_bytes(tile, problem) <= hardware.smem_bytes
@@ -338,7 +344,10 @@ def test_every_entry_of_a_shipped_table_is_one_that_can_be_used(name):
     seen = set()
     for e in table.load(hardware.name)["entries"]:
         problem = named_problem(
-            "{hidden},{inter},{experts},{top_k}".format(**e), e["tokens"], e["label"], activation="silu" if e["gated"] else "relu2"
+            "{hidden},{inter},{experts},{top_k}".format(**e),
+            e["tokens"],
+            e["label"],
+            activation="silu" if e["gated"] else "relu2",
         )
         found = table.nearest(problem, hardware.name)
         assert found.exact and found.tokens == e["tokens"]

@@ -1,1 +1,3 @@
-"""Device code and its launchers: routing, quantize, grouped_gemm, swapped_gemm, combine, router. Neighbours, no stack."""
+"""Device code and its launchers: routing, quantize, grouped_gemm, swapped_gemm, combine, router. Neighbours, no
+stack.
+"""

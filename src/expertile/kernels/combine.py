@@ -1,6 +1,6 @@
 """From slots back to tokens.
 
-    out[t] = factor * sum over j of probs[t, j] * y[t * top_k + j]          in fp32, in the order of j, one rounding
+out[t] = factor * sum over j of probs[t, j] * y[t * top_k + j]          in fp32, in the order of j, one rounding
 """
 
 from __future__ import annotations
@@ -71,11 +71,15 @@ def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pd
     return out
 
 
-def signature(hidden: int, experts: int, top_k: int, tokens: int, dtype="bf16", mapped=False, pdl=True) -> Specialization:
+def signature(
+    hidden: int, experts: int, top_k: int, tokens: int, dtype="bf16", mapped=False, pdl=True
+) -> Specialization:
     """What combine asks the compiler for, with int32 ids and fp32 probs."""
     constants = _constants(hidden, experts, top_k, 1.0, tokens, pdl) | ({} if mapped else {"map_ptr": None})
     kind = f"*{TYPES[dtype]}"
-    types = dict(y_ptr=kind, ids_ptr="*i32", map_ptr="*i32", probs_ptr="*fp32", out_ptr=kind, total="i32", stride_om="i32")
+    types = dict(
+        y_ptr=kind, ids_ptr="*i32", map_ptr="*i32", probs_ptr="*fp32", out_ptr=kind, total="i32", stride_om="i32"
+    )
     types = {name: k for name, k in types.items() if name not in constants} | dict.fromkeys(constants, "constexpr")
     aligned = tuple(name for name, k in types.items() if k.startswith("*")) + ("stride_om",)
     options = {"num_warps": constants["BLOCK"] // 512 * 2 or 1, **({"launch_pdl": True} if pdl else {})}

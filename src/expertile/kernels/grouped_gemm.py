@@ -101,7 +101,9 @@ def _grouped_gemm_kernel(
         x_scale = x_scale_ptr + x_row * K_BLOCKS
         w_scale = w_scale_ptr + scale_block_row(e, row, up, N, GATED, SPLIT_SCALE, INTERLEAVED) * K_BLOCKS
         # All gate rows of the tile, and all its up rows, lie in one scale block: two scalars serve the tile.
-        ONE_BLOCK: tl.constexpr = (128 % Y_BLOCK == 0) and not INTERLEAVED and (SPLIT_SCALE or not GATED or N % 128 == 0)
+        ONE_BLOCK: tl.constexpr = (
+            (128 % Y_BLOCK == 0) and not INTERLEAVED and (SPLIT_SCALE or not GATED or N % 128 == 0)
+        )
         n0 = block * Y_BLOCK
         gate_scale = w_scale_ptr + scale_block_row(e, n0, 0, N, GATED, SPLIT_SCALE) * K_BLOCKS
         up_scale = w_scale_ptr + scale_block_row(e, n0 + N, 1, N, GATED, SPLIT_SCALE) * K_BLOCKS

@@ -1,6 +1,6 @@
 """Activations to e4m3: one scale for all (given), one a row, or one per row and 128 values.
 
-    scale = max(absmax, 1e-10) / 448          q = round(clamp(x / scale, -448, 448))
+scale = max(absmax, 1e-10) / 448          q = round(clamp(x / scale, -448, 448))
 """
 
 from __future__ import annotations
@@ -9,34 +9,41 @@ import triton
 import triton.language as tl
 
 from ..problem import Quant
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, quantize_row
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, quantize_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_kernel(
     x_ptr,  # [rows, WIDTH]
     q_ptr,  # [rows, WIDTH]
     scale_ptr,  # [1], [rows] or [rows, WIDTH / 128]
     rows_ptr,  # [1] rows that exist, or None for all
     stride_xm,
+    rows,
     WIDTH: tl.constexpr,
     MODE: tl.constexpr,  # static, row or block
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if rows_ptr is not None:
-        if row >= tl.load(rows_ptr):
+        rows = tl.load(rows_ptr)
+        if tl.program_id(0) * ROWS >= rows:
             return
-    quantize_row(x_ptr, q_ptr, scale_ptr, row, stride_xm, WIDTH, MODE, BLOCK)
+    quantize_rows(x_ptr, q_ptr, scale_ptr, row, row < rows, stride_xm, WIDTH, MODE, ROWS, BLOCK)
+
+
+PROGRAM_VALUES = 4096  # a program takes as many rows as make this many values
 
 
 def _constants(width: int, quant: Quant, static: bool, pdl: bool) -> dict:
     mode = "static" if static else "block" if quant is Quant.FP8_BLOCK else "row"
-    return dict(WIDTH=width, MODE=mode, BLOCK=max(128, triton.next_power_of_2(width)), PDL=pdl)
+    block = max(128, triton.next_power_of_2(width))
+    return dict(WIDTH=width, MODE=mode, ROWS=max(1, PROGRAM_VALUES // block), BLOCK=block, PDL=pdl)
 
 
 def _options(width: int, pdl: bool) -> dict:
@@ -50,9 +57,10 @@ def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):
     Dtypes    x bf16, fp16 or fp32; q e4m3; scale fp32
     Rows      rows: int32 on the device, only that many rows exist (the rest is neither read nor written)
     """
-    width = x.shape[1]
-    _quantize_kernel[(x.shape[0],)](
-        x, q, scale, rows, x.stride(0), **_constants(width, quant, static, pdl), **_options(width, pdl)
+    count, width = x.shape
+    constants = _constants(width, quant, static, pdl)
+    _quantize_kernel[(-(-count // constants["ROWS"]),)](
+        x, q, scale, rows, x.stride(0), count, **constants, **_options(width, pdl)
     )
     return q, scale
 
@@ -60,7 +68,11 @@ def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):
 def signature(width: int, quant: Quant, dtype="bf16", static=False, counted=False, pdl=True) -> Specialization:
     """What quantize asks the compiler for."""
     constants = _constants(width, quant, static, pdl) | ({} if counted else {"rows_ptr": None})
-    types = dict(x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32", rows_ptr="*i32", stride_xm="i32")
-    types = {name: kind for name, kind in types.items() if name not in constants} | dict.fromkeys(constants, "constexpr")
+    types = dict(
+        x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32", rows_ptr="*i32", stride_xm="i32", rows="i32"
+    )
+    types = {name: kind for name, kind in types.items() if name not in constants} | dict.fromkeys(
+        constants, "constexpr"
+    )
     aligned = tuple(name for name, kind in types.items() if kind.startswith("*")) + ("stride_xm",)
     return Specialization(_quantize_kernel, types, constants, aligned, _options(width, pdl))

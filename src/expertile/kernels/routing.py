@@ -1,9 +1,11 @@
-"""From expert ids to routed rows sorted by expert and the row tiles that cover them (see `routing.Routing`), and x to e4m3.
+"""From expert ids to routed rows sorted by expert and the row tiles that cover them (see `routing.Routing`), and x to
+e4m3.
 
-A counting sort. A program takes ROUTE_BLOCK slots: a slot's row is its expert's offset, plus that expert's slots in earlier
-programs, plus those before it in its own. Up to SCAN_ROWS slots every program counts all ids itself, and one launch does
-it; beyond, a launch before it leaves the counts of each program. Stable, nothing padded, nothing to be zeroed first, and
-the host knows no count. x does not depend on the ids, so the first launch quantises it as well, a token a program.
+A counting sort. A program takes ROUTE_BLOCK slots: a slot's row is its expert's offset, plus that expert's slots in
+earlier programs, plus those before it in its own. Up to SCAN_ROWS slots every program counts all ids itself, and one
+launch does it; beyond, a launch before it leaves the counts of each program. Stable, nothing padded, nothing to be
+zeroed first, and the host knows no count. x does not depend on the ids, so the first launch quantises it as well, a
+token a program.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..plans import ROUTE_BLOCK, SCAN_ROWS, route_programs
+from ..plans import ROUTE_BLOCK, SCAN_ROWS
 from ..problem import Quant
 from ..routing import Routing
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, local_experts, quantize_row
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, local_experts, quantize_rows
 
 
 @triton.jit
@@ -125,7 +127,8 @@ def _route_kernel(
             _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, pid, slots, total, max_tiles,
                         EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
     elif x_ptr is not None:
-        quantize_row(x_ptr, q_ptr, scale_ptr, (pid - programs).to(tl.int64), stride_xm, WIDTH, MODE, X_BLOCK)
+        row = (pid - programs).to(tl.int64) + tl.arange(0, 1)
+        quantize_rows(x_ptr, q_ptr, scale_ptr, row, row >= 0, stride_xm, WIDTH, MODE, 1, X_BLOCK)
 
 
 def _constants(experts: int, rows: int, block_m: int, pdl: bool) -> dict:

@@ -1,12 +1,14 @@
 """The experts of a handful of tokens in two launches that do nothing but stream weights: `stream_up`, `stream_down`.
 
-    h[s] = activation(x[s // top_k] @ w13[e(s)].T)      out[t] = factor * sum over j of probs[t, j] * (h[s] @ w2[e(s)].T)
+    h[s] = activation(x[s // top_k] @ w13[e(s)].T)
+    out[t] = factor * sum over j of probs[t, j] * (h[s] @ w2[e(s)].T)
 
-With T * top_k slots below a few dozen, experts hardly meet twice: a grouped product has nothing to group, and a layer costs
-its weights' bytes plus its dependent launches. So a block of `stream_up` takes one slot and a few gate and up rows, a block
-of `stream_down` one token and a few columns of all its experts, which sums the slots where they are (no routing, no
-combine). Whole weight rows go from memory to registers in one burst; the products are fp32 FMAs, far below their rate at
-this intensity. x and h are quantised as they are loaded. `stream_down` has its weights on the way before it waits for h.
+With T * top_k slots below a few dozen, experts hardly meet twice: a grouped product has nothing to group, and a layer
+costs its weights' bytes plus its dependent launches. So a block of `stream_up` takes one slot and a few gate and up
+rows, a block of `stream_down` one token and a few columns of all its experts, which sums the slots where they are (no
+routing, no combine). Whole weight rows go from memory to registers in one burst; the products are fp32 FMAs, far below
+their rate at this intensity. x and h are quantised as they are loaded. `stream_down` has its weights on the way before
+it waits for h.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .tiles import (
 
 @triton.jit
 def _quantized(x, scale, MODE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x [ROWS, WIDTH] fp32 as the e4m3 values it is multiplied as, and their scales: [ROWS] or, by block, [ROWS, groups]."""
+    """x [ROWS, WIDTH] fp32 as the e4m3 values it is multiplied as, and their scales ([ROWS], by block [ROWS, groups])."""
     if MODE == "block":
         groups = tl.reshape(x, (ROWS, WIDTH // 128, 128))
         scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-10) / 448.0
@@ -119,7 +121,9 @@ def _stream_up_kernel(
         if QUANT == "fp8_block":
             group = k0 // 128 + tl.arange(0, BLOCK_K // 128)
             table = scale_block_row(e, row, up, N, GATED, SPLIT_SCALE, INTERLEAVED) * K_BLOCKS
-            w_scale = tl.load(w_scale_ptr + table[:, None] + group[None, :], mask=(group < K_BLOCKS)[None, :], other=0.0)
+            w_scale = tl.load(
+                w_scale_ptr + table[:, None] + group[None, :], mask=(group < K_BLOCKS)[None, :], other=0.0
+            )
             sums = tl.sum(tl.reshape(w.to(tl.float32) * x, (BLOCK_N, BLOCK_K // 128, 128)), 2)
             acc += tl.sum(sums * w_scale * scale, 1)
         else:

@@ -3,8 +3,8 @@
     y[r] = epilogue(x[row(r)] @ w[e(r)].T)          acc = w @ x.T   [weight rows, BLOCK_M tokens]
 
 What grouped_gemm does with config.swap, for the same operands and with the same rounding, with two differences that pay
-while a layer is weight streaming: one thread asks for a whole tile of weights (cp.async takes an instruction for every 16
-bytes, and the warps of a small block spend their time on those), and gate and up rows come as two tiles with an
+while a layer is weight streaming: one thread asks for a whole tile of weights (cp.async takes an instruction for every
+16 bytes, and the warps of a small block spend their time on those), and gate and up rows come as two tiles with an
 accumulator each, so their product needs no permuted addresses.
 """
 
@@ -38,7 +38,9 @@ def _load_rows(w_desc, expert, half, n0, k0, HALVES: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def _block_scale(w_scale_ptr, e, row, up, k0, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr):
+def _block_scale(
+    w_scale_ptr, e, row, up, k0, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr
+):
     return tl.load(w_scale_ptr + scale_block_row(e, row, up, N, GATED, SPLIT) * ((K + 127) // 128) + k0 // 128)
 
 
@@ -154,7 +156,8 @@ def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     Shapes    x [X, K] | w [E, product.w_rows, K] contiguous -> y [R, product.n] contiguous
     Dtypes    bf16, fp16, or e4m3 with scales (product.quant); fp32 accumulation, one rounding at the store
     Tensors   x_scale, w_scale, y_scale, bias, probs as the product needs them
-    Needs     rows of w a multiple of 16 bytes (TMA), gate rows before up rows, config.swap, tiles that product.check admits
+    Needs     rows of w a multiple of 16 bytes (TMA), gate rows before up rows, config.swap, tiles that product.check
+    admits
     Raises    ShapeError when Needs does not hold
     """
     product.check(config, routing.block_m)
@@ -168,7 +171,9 @@ def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
 
 
 def _constants(product: Product, config: GemmConfig, pdl: bool) -> dict:
-    return {name: value for name, value in product.constants(config, pdl).items() if name in _swapped_gemm_kernel.arg_names}
+    return {
+        name: value for name, value in product.constants(config, pdl).items() if name in _swapped_gemm_kernel.arg_names
+    }
 
 
 def signature(config: GemmConfig, product: Product, pdl: bool = True) -> Specialization:

@@ -111,7 +111,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Specialization:
-    """One compilation of one kernel: what a launch would ask the compiler for. Read by warm-up, guard and compile tests."""
+    """One compilation of one kernel: what a launch would ask the compiler for. Read by warm-up, guard and compile
+    tests.
+    """
 
     kernel: object
     types: dict[str, str]  # argument -> Triton type, "constexpr" included
@@ -148,7 +150,7 @@ def gemm_specialization(kernel, product: Product, config: GemmConfig, pdl: bool)
         "probs_ptr": not product.weight_on_input,
     }
     constants.update({name: None for name, missing in absent.items() if missing})
-    types.update({name: "constexpr" for name in constants})
+    types.update(dict.fromkeys(constants, "constexpr"))
     divisible = tuple(name for name, kind in types.items() if kind.startswith("*") or name.startswith("stride"))
     options = dict(num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}))
     return Specialization(kernel, types, constants, divisible, options)
@@ -226,26 +228,30 @@ def to_fp8(value, scale):
 
 
 @triton.jit
-def quantize_row(
-    x_ptr, q_ptr, scale_ptr, row, stride_xm, WIDTH: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row of x [rows, WIDTH] to e4m3; MODE static reads the scale, row and block write it."""
+def quantize_rows(
+    x_ptr, q_ptr, scale_ptr, row, inside, stride_xm,
+    WIDTH: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` [ROWS] int64 of x [rows, WIDTH] to e4m3; MODE static reads the scale, row and block write it."""
     n = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride_xm + n, mask=n < WIDTH, other=0.0).to(tl.float32)
+    keep = inside[:, None] & (n < WIDTH)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_xm + n[None, :], mask=keep, other=0.0).to(tl.float32)
     if MODE == "static":
         q = to_fp8(x, tl.load(scale_ptr))
     elif MODE == "row":
-        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
-        tl.store(scale_ptr + row, scale)
-        q = to_fp8(x, scale)
+        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
+        tl.store(scale_ptr + row, scale, mask=inside)
+        q = to_fp8(x, scale[:, None])
     else:
         GROUPS: tl.constexpr = BLOCK // 128
+        ALL_GROUPS: tl.constexpr = (WIDTH + 127) // 128
         group = tl.arange(0, GROUPS)
-        x = tl.reshape(x, (GROUPS, 128))
-        scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
-        tl.store(scale_ptr + row * ((WIDTH + 127) // 128) + group, scale, mask=group < (WIDTH + 127) // 128)
-        q = tl.reshape(to_fp8(x, scale[:, None]), (BLOCK,))
-    tl.store(q_ptr + row * WIDTH + n, q, mask=n < WIDTH)
+        x = tl.reshape(x, (ROWS, GROUPS, 128))
+        scale = tl.maximum(tl.max(tl.abs(x), 2), 1e-10) / 448.0
+        fits = inside[:, None] & (group < ALL_GROUPS)[None, :]
+        tl.store(scale_ptr + row[:, None] * ALL_GROUPS + group[None, :], scale, mask=fits)
+        q = tl.reshape(to_fp8(x, scale[:, :, None]), (ROWS, BLOCK))
+    tl.store(q_ptr + row[:, None] * WIDTH + n[None, :], q, mask=keep)
 
 
 @triton.jit

@@ -40,9 +40,10 @@ def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None)
         elif backend is None and candidate is not Backend.REFERENCE and (best is None or plan.time_us < best.time_us):
             best = plan
     if best is None:
-        wanted = f"backend={backend.value}" if backend else "no backend"
-        detail = "; ".join(f"{c.backend.value}: {', '.join(c.reasons)}" for c in looked_at if c.reasons)
-        raise UnsupportedProblem(f"{wanted} can run this problem on {hardware.name}: {detail}")
+        refused = [c for c in looked_at if c.reasons and backend in (None, c.backend)]
+        detail = "; ".join(f"{c.backend.value}: {', '.join(c.reasons)}" for c in refused)
+        wanted = f"backend={backend.value} cannot" if backend else "no backend can"
+        raise UnsupportedProblem(f"{wanted} run this problem on {hardware.name}: {detail}")
     return replace(best, candidates=tuple(looked_at))
 
 
@@ -110,7 +111,7 @@ def _tiles_in_words(plan: Plan) -> list[str]:
     if plan.stream is Stream.BOTH:
         up, down = plan.gemm1, plan.gemm2
         return [
-            f"streamed in two launches: {up.block_n} rows of w13 a block, {down.block_n} columns of all a token's experts",
+            f"streamed in two launches: {up.block_n} rows of w13 a block, then {down.block_n} columns of a token's experts",
             "no routing and no combine: hardly two slots share an expert, so there is nothing to group",
         ]
     if plan.stream is Stream.DOWN:

@@ -8,7 +8,6 @@ from ..hardware import Hardware
 from ..plans import SCAN_ROWS, Backend, GemmConfig, Plan, Stream
 from ..problem import BLOCK, Problem, Quant
 
-
 HOST_US = 5.0  # one operation of torch, launched from Python
 
 
@@ -99,8 +98,8 @@ def plan_us(plan: Plan, hardware: Hardware) -> float:
 
 
 def _torch_us(problem: Problem, hardware: Hardware, moved: float) -> float:
-    """The torch backend: fp8 weights become fp32 (read, written, read again) and are multiplied as such. On a GPU it asks for
-    the counts and launches from the host, which no graph hides: some thirty operations, and four an expert."""
+    """The torch backend: fp8 weights become fp32 (read, written, read again) and are multiplied as such. On a GPU it
+    asks for the counts and launches from the host, which no graph hides: some thirty operations, and four an expert."""
     rate = 0.5 * hardware.flops_per_s_16
     if problem.quant is not Quant.NONE:
         moved, rate = 9 * moved, rate / (6 if hardware.is_gpu else 1)

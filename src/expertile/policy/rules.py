@@ -83,5 +83,7 @@ def stream_reasons(problem: Problem) -> list[str]:
     item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
     need = item * (1 << (problem.inter - 1).bit_length()) * (1 << (problem.top_k - 1).bit_length())
     if need > STREAM_BYTES:
-        return [f"inter={problem.inter} x top_k={problem.top_k} needs {need} bytes of registers, {STREAM_BYTES} are planned"]
+        return [
+            f"inter={problem.inter} x top_k={problem.top_k} needs {need} bytes of registers, {STREAM_BYTES} are planned"
+        ]
     return []

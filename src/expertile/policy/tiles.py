@@ -34,7 +34,8 @@ def _power_of_two(value: int) -> int:
 def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, GemmConfig]:
     """(gemm1, gemm2). The smallest token tile that holds an expert's rows; thick experts get the widest tile that fits.
 
-    The ladder is what measured best on an H200 for qwen3-30b-a3b (2026-12-02); tables/ holds what was measured elsewhere.
+    The ladder is what measured best on an H200 for qwen3-30b-a3b (2026-12-02); tables/ holds what was measured
+    elsewhere.
     """
     wide = 64 if problem.quant is Quant.NONE else 128  # block_k: 128 bytes
     rows, block = problem.rows_per_expert, problem.quant is Quant.FP8_BLOCK

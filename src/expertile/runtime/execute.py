@@ -77,7 +77,8 @@ def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
     _, product2 = products(plan, w)
     return stream.stream_down(
         h, w.w2, out, ids, None if plan.problem.weight_on_input else probs, plan.gemm2, product2,
-        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale, bias=w.w2_bias,
+        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale,
+        bias=w.w2_bias,
     )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ class Workspace:
         need = plan.workspace_bytes
         if self.memory.numel() < need:
             raise ShapeError(
-                f"the workspace has {self.memory.numel()} bytes, this plan (T={plan.problem.tokens}) needs {need}: make it "
-                f"with Workspace.for_plan for the largest number of tokens"
+                f"the workspace has {self.memory.numel()} bytes, this plan (T={plan.problem.tokens}) needs {need}: "
+                f"make it with Workspace.for_plan for the largest number of tokens"
             )
         found, start = {}, 0
         for buffer in plan.buffers:
