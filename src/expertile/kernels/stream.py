@@ -33,7 +33,7 @@ from .tiles import (
 
 @triton.jit
 def _quantized(x, scale, MODE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x [ROWS, WIDTH] fp32 as the e4m3 values it is multiplied as, and their scales ([ROWS], by block [ROWS, groups])."""
+    """(x [ROWS, WIDTH] as the e4m3 values it is multiplied as, scales [ROWS] or, by block, [ROWS, groups])."""
     if MODE == "block":
         groups = tl.reshape(x, (ROWS, WIDTH // 128, 128))
         scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-10) / 448.0

@@ -111,8 +111,8 @@ def _tiles_in_words(plan: Plan) -> list[str]:
     if plan.stream is Stream.BOTH:
         up, down = plan.gemm1, plan.gemm2
         return [
-            f"streamed in two launches: {up.block_n} rows of w13 a block, then {down.block_n} columns of a token's experts",
-            "no routing and no combine: hardly two slots share an expert, so there is nothing to group",
+            f"streamed in two launches: {up.block_n} rows of w13 a block, {down.block_n} columns of a token's experts",
+            "no routing and no combine: hardly two slots share an expert, there is nothing to group",
         ]
     if plan.stream is Stream.DOWN:
         return [
