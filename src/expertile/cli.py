@@ -1,4 +1,4 @@
-"""The command `expertile`: explain, demo, bench, version. Each command imports its room only when it runs."""
+"""The command `expertile`: explain, demo, bench, tune, version. Each command imports its room only when it runs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,29 @@ def bench(context: typer.Context):
     from .cli_bench import app as bench_app  # its options are known only to its own room, which needs torch
 
     bench_app(args=context.args, prog_name="expertile bench")
+
+
+@app.command()
+def tune(
+    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k")],
+    quant: Annotated[str, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block")],
+    out: Annotated[Path, typer.Option(help="table to add to (JSON); made if it is not there")],
+    tokens: Annotated[str, typer.Option(help="numbers of tokens to measure")] = "1,4,16,64,256,1024,4096",
+    replays: Annotated[int, typer.Option(help="the median is taken over these")] = 11,
+):
+    """Measure tiles for a layer on this machine's Hopper GPU and write the winners as a policy table."""
+    from rich.progress import Progress
+
+    from .cli_bench import setting_of
+    from .tune import tune as measure
+    from .tune import write
+
+    counts, setting = tuple(_numbers(tokens)), setting_of("auto", None)
+    with Progress() as progress:
+        task = progress.add_task(f"{problem} {quant}", total=len(counts))
+        entries = measure(problem, quant, counts, setting, replays=replays, report=lambda entry: progress.advance(task))
+    write(out, entries, setting.shared)
+    print(f"{len(entries)} entries in {out}")
 
 
 @app.command()

@@ -63,7 +63,7 @@ def measure(
     request = Request(
         bench, _problems(problem), _quants(quant), parse_tokens(tokens), _routings(routing), sets, replays, seed
     )
-    setting = _setting(device, commit)
+    setting = setting_of(device, commit)
     chosen = _implementations(impl, plan_override or [], flashinfer_module, setting.hardware)
     path = out or rows.default_path(setting.shared, bench)
     outcomes = (
@@ -152,7 +152,8 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _setting(name: str, commit: str | None):
+def setting_of(name: str, commit: str | None):
+    """Where it is measured: device, Hardware and the fields that all rows share."""
     import torch
 
     from .bench import rows

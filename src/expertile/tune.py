@@ -15,7 +15,7 @@ from pathlib import Path
 from .bench.experts import run as run_experts
 from .bench.ours import Expertile
 from .bench.runner import Request, Setting, State
-from .errors import ExpertileError
+from .errors import ExpertileError, ShapeError, UnsupportedProblem
 from .hardware import Hardware
 from .plans import Backend, GemmConfig, Plan, Stream
 from .policy import decide
@@ -52,10 +52,10 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
             if gemm1.block_m == 16 and not tile_reasons(gemm1, problem, hardware):
                 found.append(replace(base, gemm1=gemm1, gemm2=down, stream=Stream.DOWN, fuse_quant=static))
     pairs = [choose_tiles(problem, hardware), *_pairs(problem)]
-    for gemm1, gemm2 in dict.fromkeys(pairs):
+    for gemm1, gemm2 in pairs:
         if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware)):
             found.append(replace(base, gemm1=gemm1, gemm2=gemm2, fuse_quant=fused_quant(problem, gemm1)))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _pairs(problem: Problem) -> Iterator[tuple[GemmConfig, GemmConfig]]:
@@ -94,6 +94,10 @@ def tune(
     report: Callable[[dict], None] = lambda entry: None,
 ) -> list[dict]:  # fmt: skip
     """Table entries for one problem and quant, one a number of tokens; `report` is told each as it is found."""
+    if not setting.hardware.is_hopper:
+        raise UnsupportedProblem(f"tiles are measured on a Hopper GPU; this machine is {setting.hardware.name}")
+    if min(tokens, default=0) < 1:
+        raise ShapeError(f"tokens={tokens}: give numbers of at least 1")
     found = []
     problem = named_problem(name, max(tokens), quant, static_scale=quant == "fp8_tensor")
     for few in _groups(tokens):

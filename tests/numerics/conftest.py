@@ -27,7 +27,7 @@ def to_fp8_by_bits(value, scale):
 def right_casts_to_fp8():
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETER:
-            import expertile.runtime.execute  # noqa: F401  every kernel it can launch
+            import expertile.runtime.triton_experts  # noqa: F401  every kernel it can launch
 
             for name, module in list(sys.modules.items()):
                 if name.startswith("expertile.kernels.") and hasattr(module, "to_fp8"):

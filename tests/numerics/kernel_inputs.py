@@ -25,7 +25,7 @@ from expertile.problem import BLOCK, Problem, activation
 from expertile.reference import local_ids
 from expertile.reference import moe as reference_moe
 from expertile.routing import Routing
-from expertile.runtime import execute
+from expertile.runtime import execute, triton_experts
 from expertile.runtime.torch_experts import torch_experts
 from expertile.runtime.workspace import Workspace
 from expertile.weights import DTYPES, FP8, FP8_MAX, Weights
@@ -246,8 +246,10 @@ def run_kernels(plan: Plan, layer: Layer, *, scaling_factor: float = 1.0, backwa
     out = Poisoned(layer.x.shape, layer.x.dtype)
     scratch = Poisoned((plan.workspace_bytes,), torch.uint8)
     x = layer.x.clone()
-    route = routed_backwards(execute.row_routing.route_rows) if backwards else execute.row_routing.route_rows
-    with patch.object(execute.row_routing, "route_rows", route):
+    route = (
+        routed_backwards(triton_experts.row_routing.route_rows) if backwards else triton_experts.row_routing.route_rows
+    )
+    with patch.object(triton_experts.row_routing, "route_rows", route):
         execute.run(
             plan, layer.x, layer.weights, layer.ids, layer.probs, out.tensor, expert_map=layer.expert_map,
             scaling_factor=scaling_factor, workspace=Workspace(scratch.tensor),

@@ -15,7 +15,7 @@ from expertile.kernels.swapped_gemm import swapped_gemm
 from expertile.kernels.tiles import Product
 from expertile.plans import GemmConfig
 from expertile.problem import ACTIVATIONS, Quant
-from expertile.runtime.execute import products
+from expertile.runtime.triton_experts import products
 from expertile.weights import FP8
 
 from .kernel_inputs import (

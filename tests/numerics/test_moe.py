@@ -7,7 +7,7 @@ import torch
 
 from expertile import reference
 from expertile.plans import GemmConfig
-from expertile.runtime import execute
+from expertile.runtime import execute, triton_experts
 from expertile.weights import FP8
 
 from .kernel_inputs import (
@@ -147,12 +147,12 @@ def test_no_tokens(quant, tile):
     assert (plan.problem.rows, plan.problem.experts_hit) == (0, 0)
     with pytest.MonkeyPatch.context() as patch:
         for module in (
-            execute.row_routing,
-            execute.quantize,
-            execute.grouped_gemm,
-            execute.swapped_gemm,
-            execute.stream,
-            execute.combine,
+            triton_experts.row_routing,
+            triton_experts.quantize,
+            triton_experts.grouped_gemm,
+            triton_experts.swapped_gemm,
+            triton_experts.stream,
+            triton_experts.combine,
         ):
             for name in ("route_rows", "quantize", "grouped_gemm", "swapped_gemm", "stream_up", "combine"):
                 patch.setattr(module, name, None, raising=False)

@@ -7,7 +7,7 @@ from ..plans import GemmConfig
 from ..problem import BLOCK, Problem, Quant
 from .rules import stream_reasons, tile_reasons
 
-STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/decode.md)
+STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
 
 def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:

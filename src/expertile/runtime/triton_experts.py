@@ -1,0 +1,93 @@
+"""The TRITON backend: which kernel is launched with what, in the order of the plan."""
+
+from __future__ import annotations
+
+from ..kernels import combine, grouped_gemm, quantize, stream, swapped_gemm
+from ..kernels import routing as row_routing
+from ..kernels.tiles import Product
+from ..plans import GemmConfig, Plan, Stream
+from ..problem import Quant
+from ..routing import Routing
+from ..weights import Weights
+from .workspace import Workspace
+
+
+def products(plan: Plan, weights: Weights) -> tuple[Product, Product]:
+    """What GEMM1 and GEMM2 compute under this plan. A streamed GEMM2 reads h by slot, a grouped one by row."""
+    p = plan.problem
+    out_quant = ("block" if p.quant is Quant.FP8_BLOCK else "static") if plan.fuse_quant else ""
+    if plan.stream is Stream.DOWN:
+        out_quant = "static" if p.static_scale else ""
+    common = dict(dtype=p.dtype.value, quant=p.quant, static_scale=p.static_scale, bias=p.bias)
+    gemm1 = Product(
+        n=p.inter,
+        k=p.hidden,
+        top_k=p.top_k,
+        gather=True,
+        scatter=plan.stream is not Stream.NO,
+        activation=p.activation,
+        split_scale=weights.split_scale,
+        out_quant=out_quant,
+        weight_on_input=p.weight_on_input,
+        **common,
+    )
+    return gemm1, Product(n=p.hidden, k=p.inter, top_k=p.top_k, gather=False, scatter=True, **common)
+
+
+def triton_experts(
+    plan: Plan, x, weights: Weights, ids, probs, out, *, expert_map=None, scaling_factor=1.0, workspace=None
+):
+    """out [T, H] of one MoE layer by the plan's kernels; scratch memory from `workspace`, or from torch's allocator."""
+    scratch = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
+    run_kernels = _stream if plan.stream is Stream.BOTH else _grouped
+    return run_kernels(plan, x, weights, ids, probs, out, expert_map, scaling_factor, scratch)
+
+
+def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch):
+    product1, _ = products(plan, w)
+    h = stream.stream_up(
+        x, w.w13, scratch["h"], ids, plan.gemm1, product1, expert_map=expert_map, pdl=plan.pdl, x_scale=w.x_scale,
+        w_scale=w.w13_scale, h_scale=w.h_scale, bias=w.w13_bias, probs=probs if plan.problem.weight_on_input else None,
+    )  # fmt: skip
+    return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor)
+
+
+def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
+    _, product2 = products(plan, w)
+    return stream.stream_down(
+        h, w.w2, out, ids, None if plan.problem.weight_on_input else probs, plan.gemm2, product2,
+        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale,
+        bias=w.w2_bias,
+    )  # fmt: skip
+
+
+def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
+    p, pdl, quantized = plan.problem, plan.pdl, plan.problem.quant is not Quant.NONE
+    product1, product2 = products(plan, w)
+    routing = Routing(t["gather"], t["offsets"], t["tiles"], plan.gemm1.block_m)
+    x_scale, h_scale = (t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)) if quantized else (None, None)
+    quantizing = dict(x=x, x_q=t["x_q"], x_scale=x_scale, quant=p.quant, static=p.static_scale) if quantized else {}
+    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=pdl, **quantizing)
+    streamed = plan.stream is Stream.DOWN
+    h = t["h_q"] if plan.fuse_quant and not streamed else t["h"]
+    _gemm(plan.gemm1)(
+        t["x_q"] if quantized else x, w.w13, routing, plan.gemm1, product1, h, pdl=pdl, x_scale=x_scale,
+        w_scale=w.w13_scale, y_scale=h_scale if product1.out_quant else None, bias=w.w13_bias,
+        probs=probs if p.weight_on_input else None,
+    )  # fmt: skip
+    if streamed:
+        return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor)
+    if quantized and not plan.fuse_quant:
+        rows = routing.offsets[p.experts :]
+        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=pdl)
+    _gemm(plan.gemm2)(
+        h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=pdl, x_scale=h_scale, w_scale=w.w2_scale, bias=w.w2_bias
+    )
+    return combine.combine(
+        t["y"], ids, None if p.weight_on_input else probs, out, p.experts,
+        expert_map=expert_map, factor=scaling_factor, pdl=pdl,
+    )  # fmt: skip
+
+
+def _gemm(config: GemmConfig):
+    return swapped_gemm.swapped_gemm if config.tma else grouped_gemm.grouped_gemm
