@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,8 @@ def moe(
     if torch.compiler.is_compiling() or _wants_grad(x, weights, probs):
         return _through_operator(x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input,
                                  scaling_factor, out, backend, (plan, workspace, hardware))  # fmt: skip
+    if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, (int, float)) or not isfinite(scaling_factor):
+        raise ShapeError(f"scaling_factor={scaling_factor!r}: give a finite number")
     if (logits is None) == (ids is None):
         raise ShapeError("give either ids and probs, or logits with router and top_k")
     _check_x(x, weights)

@@ -142,7 +142,12 @@ def _rows_contiguous(w):
 def _static(scale, device):
     if scale is None:
         return None
-    return torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(1)
+    found = torch.as_tensor(scale, dtype=torch.float32, device=device)
+    if found.numel() != 1 or not (found.isfinite().all() and (found > 0).all()):
+        raise ShapeError(
+            f"a static activation scale is one finite number above zero, got {found.flatten()[:4].tolist()}"
+        )
+    return found.reshape(1)
 
 
 __all__ = ["prepare_weights", "quantize_weight"]

@@ -16,7 +16,7 @@ DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: tor
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Weights:
     """Weights of E experts, in the layout checkpoints use.
 
@@ -46,6 +46,11 @@ class Weights:
     x_scale: torch.Tensor | None = None
     h_scale: torch.Tensor | None = None
     layout: str = field(init=False)
+
+    def __repr__(self) -> str:
+        shapes = f"w13 {tuple(self.w13.shape)}, w2 {tuple(self.w2.shape)}"
+        kind = f"{self.dtype.value}, {self.quant.value}, {self.activation.name}"
+        return f"Weights({shapes}, {kind}, on {self.device})"
 
     @property
     def experts(self) -> int:
