@@ -98,7 +98,7 @@ def _arrange(ids, weights: Weights, expert_map) -> _Rows | None:
     if not routed:
         return None
     hit = [expert for expert, count in enumerate(counts) if count]
-    peak = max(counts)
+    peak = _round_up(max(counts))
 
     stored = weights.w13.dtype == _compute_dtype(weights)
     one = elements * (1 if stored else 2 if weights.quant is Quant.NONE else 1 + DECODE_COST)
@@ -249,8 +249,14 @@ def _product(x, rows: _Rows, matrix: _Matrix):
         return torch.bmm(x.view(len(w), rows.batch, -1), w.transpose(1, 2)).view(len(x), -1)
     y = x.new_empty(len(x), matrix.w.shape[1])
     for expert, first, end in rows.spans:
+        end = min(first + _round_up(end - first), len(x))  # what it adds, the experts after it overwrite
         torch.mm(x[first:end], matrix.take(slice(expert, expert + 1))[0].T, out=y[first:end])
     return y
+
+
+def _round_up(rows: int) -> int:
+    """A multiple of 16 from 32 on: oneDNN builds a product anew for every size, which takes as long as 100 rows."""
+    return rows if rows < 32 else -(-rows // 16) * 16
 
 
 def _activate(gate_up, activation: Activation):
