@@ -12,6 +12,7 @@ _HOME = {
     "moe": "api",
     "route": "api",
     "plan": "api",
+    "warm": "warming",
     "explain": "api",
     "Problem": "problem",
     "Activation": "problem",

@@ -54,7 +54,7 @@ class Operands:
     def __init__(self, layer, config: GemmConfig, gemm: int, backwards: bool = False):
         w, plan = layer.weights, replace(make_plan(layer, config), fuse_quant=False)
         skip_if_refused(plan)
-        self.product = products(plan, w)[gemm - 1]
+        self.product = products(plan, w.split_scale)[gemm - 1]
         self.layer, self.config, self.gemm = layer, config, gemm
         self.routing = torch_routing(layer.local, w.experts, config.block_m, backwards=backwards)
         self.rows = int(self.routing.offsets[-1])

@@ -19,7 +19,9 @@ import triton.language as tl
 from ..plans import GemmConfig
 from ..problem import Quant
 from .tiles import (
+    TYPES,
     Product,
+    Specialization,
     gate_value,
     gated_value,
     gdc_launch_dependents,
@@ -313,3 +315,50 @@ def stream_down(
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
+
+
+def signature_up(config: GemmConfig, product: Product, experts: int, *, mapped=False, pdl=True) -> Specialization:
+    """What stream_up asks the compiler for, with int32 ids and fp32 probs."""
+    absent = dict(
+        map_ptr=not mapped,
+        x_scale_ptr=not product.static_scale,
+        h_scale_ptr=not product.static_scale,
+        w_scale_ptr=product.quant is Quant.NONE,
+        bias_ptr=not product.bias,
+        probs_ptr=not product.weight_on_input,
+    )
+    return _specialization(
+        _stream_up_kernel, _up_constants(product, config, experts, pdl), absent, product, config, pdl
+    )
+
+
+def signature_down(
+    config: GemmConfig, product: Product, experts: int, *, weighted=True, mapped=False, factor=1.0, pdl=True
+) -> Specialization:
+    """What stream_down asks the compiler for, with int32 ids and fp32 probs (weighted: not on the input instead)."""
+    absent = dict(
+        map_ptr=not mapped,
+        h_scale_ptr=not product.static_scale,
+        w_scale_ptr=product.quant is Quant.NONE,
+        bias_ptr=not product.bias,
+        probs_ptr=not weighted,
+    )
+    constants = _down_constants(product, config, experts, factor, pdl)
+    return _specialization(_stream_down_kernel, constants, absent, product, config, pdl)
+
+
+def _specialization(kernel, constants, absent, product: Product, config: GemmConfig, pdl: bool) -> Specialization:
+    dtype = TYPES[product.dtype]
+    types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "h_scale_ptr", "probs_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), f"*{dtype}") | dict.fromkeys(
+        ("ids_ptr", "map_ptr"), "*i32"
+    )
+    types |= dict(
+        w_ptr=f"*{dtype}" if product.quant is Quant.NONE else "*fp8e4nv",
+        h_ptr="*fp8e4nv" if product.static_scale else f"*{dtype}",
+    )
+    constants = constants | {name: None for name, missing in absent.items() if missing}
+    kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = tuple(name for name, kind in kinds.items() if kind.startswith("*") or name.startswith("stride"))
+    options = {"num_warps": config.warps, **({"launch_pdl": True} if pdl else {})}
+    return Specialization(kernel, kinds, constants, aligned, options)

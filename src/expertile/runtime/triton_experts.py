@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..kernels import combine, grouped_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
-from ..kernels.tiles import Product
+from ..kernels.tiles import Product, Specialization
 from ..plans import GemmConfig, Plan, Stream
 from ..problem import Quant
 from ..routing import Routing
@@ -12,7 +12,7 @@ from ..weights import Weights
 from .workspace import Workspace
 
 
-def products(plan: Plan, weights: Weights) -> tuple[Product, Product]:
+def products(plan: Plan, split_scale: bool) -> tuple[Product, Product]:
     """What GEMM1 and GEMM2 compute under this plan. A streamed GEMM2 reads h by slot, a grouped one by row."""
     p = plan.problem
     out_quant = ("block" if p.quant is Quant.FP8_BLOCK else "static") if plan.fuse_quant else ""
@@ -26,7 +26,7 @@ def products(plan: Plan, weights: Weights) -> tuple[Product, Product]:
         gather=True,
         scatter=plan.stream is not Stream.NO,
         activation=p.activation,
-        split_scale=weights.split_scale,
+        split_scale=split_scale,
         out_quant=out_quant,
         weight_on_input=p.weight_on_input,
         **common,
@@ -44,7 +44,7 @@ def triton_experts(
 
 
 def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch):
-    product1, _ = products(plan, w)
+    product1, _ = products(plan, w.split_scale)
     h = stream.stream_up(
         x, w.w13, scratch["h"], ids, plan.gemm1, product1, expert_map=expert_map, pdl=plan.pdl, x_scale=w.x_scale,
         w_scale=w.w13_scale, h_scale=w.h_scale, bias=w.w13_bias, probs=probs if plan.problem.weight_on_input else None,
@@ -53,7 +53,7 @@ def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch):
 
 
 def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
-    _, product2 = products(plan, w)
+    _, product2 = products(plan, w.split_scale)
     return stream.stream_down(
         h, w.w2, out, ids, None if plan.problem.weight_on_input else probs, plan.gemm2, product2,
         expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale,
@@ -63,7 +63,7 @@ def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
 
 def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
     p, pdl, quantized = plan.problem, plan.pdl, plan.problem.quant is not Quant.NONE
-    product1, product2 = products(plan, w)
+    product1, product2 = products(plan, w.split_scale)
     routing = Routing(t["gather"], t["offsets"], t["tiles"], plan.gemm1.block_m)
     x_scale, h_scale = (t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)) if quantized else (None, None)
     quantizing = dict(x=x, x_q=t["x_q"], x_scale=x_scale, quant=p.quant, static=p.static_scale) if quantized else {}
@@ -89,5 +89,30 @@ def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
     )  # fmt: skip
 
 
+def _kernel(config: GemmConfig):
+    """The file whose product this tile is for."""
+    return swapped_gemm if config.tma else grouped_gemm
+
+
 def _gemm(config: GemmConfig):
     return swapped_gemm.swapped_gemm if config.tma else grouped_gemm.grouped_gemm
+
+
+def specializations(plan: Plan, split_scale: bool = False, mapped: bool = False) -> list[Specialization]:
+    """What a call under this plan (scaling factor 1) asks the compiler for: the signatures of its launches in order."""
+    p, pdl, dtype = plan.problem, plan.pdl, plan.problem.dtype.value
+    first, second = products(plan, split_scale)
+    weighted = not p.weight_on_input
+    down = dict(weighted=weighted, mapped=mapped, pdl=pdl)
+    if plan.stream is Stream.BOTH:
+        up = stream.signature_up(plan.gemm1, first, p.experts, mapped=mapped, pdl=pdl)
+        return [up, stream.signature_down(plan.gemm2, second, p.experts, **down)]
+    quantizing = dict(width=p.hidden, quant=p.quant, dtype=dtype, static=p.static_scale)
+    found = [*row_routing.signature(p.experts, p.rows, plan.gemm1.block_m, mapped=mapped, pdl=pdl, **quantizing)]
+    found.append(_kernel(plan.gemm1).signature(plan.gemm1, first, pdl))
+    if plan.stream is Stream.DOWN:
+        return [*found, stream.signature_down(plan.gemm2, second, p.experts, **down)]
+    if p.quant is not Quant.NONE and not plan.fuse_quant:
+        found.append(quantize.signature(p.inter, p.quant, dtype, p.static_scale, counted=True, pdl=pdl))
+    found.append(_kernel(plan.gemm2).signature(plan.gemm2, second, pdl))
+    return [*found, combine.signature(p.hidden, p.experts, p.top_k, p.tokens, dtype, mapped, pdl)]

@@ -1,0 +1,70 @@
+"""Compiles ahead: after `warm` no number of tokens up to its limit compiles anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .api import moe
+from .errors import ShapeError
+from .hardware import Hardware
+from .plans import Backend
+from .policy import decide
+from .problem import Problem
+from .runtime.device import detect
+from .weights import DTYPES, Weights
+
+
+def turning_points(
+    problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool = False, mapped: bool = False
+) -> list[int]:
+    """The smallest numbers of tokens in 1 ... max_tokens whose calls together ask for every variant of every kernel."""
+    from .runtime.triton_experts import specializations
+
+    seen: set = set()
+    found = []
+    for tokens in range(1, max_tokens + 1):
+        plan = decide(problem.with_tokens(tokens), hardware)
+        if plan.backend is Backend.TRITON:
+            new = {_variant(spec) for spec in specializations(plan, split_scale, mapped)} - seen
+            if new:
+                seen |= new
+                found.append(tokens)
+    return found
+
+
+def _variant(spec) -> tuple:
+    constants = tuple(sorted((name, repr(value)) for name, value in spec.constants.items()))
+    return spec.kernel.__name__, constants, tuple(sorted(spec.options.items()))
+
+
+def warm(
+    weights: Weights, top_k: int, max_tokens: int, *, expert_map=None, weight_on_input: bool = False,
+    scaling_factor: float = 1.0, hardware: Hardware | None = None,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> list[int]:  # fmt: skip
+    """Runs `moe` once for each turning point, so that no call with up to max_tokens tokens compiles later.
+
+    Give expert_map, weight_on_input and scaling_factor as the calls will. ids are taken as int32 and probs as fp32:
+    other dtypes are other variants. `report` is told how many of how many are done. Returns the token counts that ran;
+    none where the policy chooses a backend that compiles nothing.
+    """
+    if max_tokens < 1:
+        raise ShapeError(f"max_tokens={max_tokens}: give at least 1")
+    total = weights.experts if expert_map is None else expert_map.numel()
+    problem = weights.problem(1, top_k, total_experts=total, weight_on_input=weight_on_input)
+    hardware = hardware or detect(weights.device)
+    points = turning_points(problem, hardware, max_tokens, weights.split_scale, expert_map is not None)
+    for done, tokens in enumerate(points, 1):
+        x = torch.zeros(tokens, weights.hidden, dtype=DTYPES[weights.dtype], device=weights.device)
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=weights.device).view(tokens, top_k) % total
+        moe(
+            x, weights, ids, torch.ones(ids.shape, device=ids.device), expert_map=expert_map, hardware=hardware,
+            weight_on_input=weight_on_input, scaling_factor=scaling_factor,
+        )  # fmt: skip
+        report(done, len(points))
+    return points
+
+
+__all__ = ["turning_points", "warm"]

@@ -1,0 +1,130 @@
+"""Plans that the policy can choose for known layers, compiled for sm_90a: instructions, spills, shared memory."""
+
+from functools import cache
+
+import pytest
+
+from expertile.hardware import H200
+from expertile.kernels import combine, grouped_gemm, quantize, router, routing, stream, swapped_gemm
+from expertile.plans import Backend, Stream
+from expertile.policy import decide
+from expertile.policy.model import smem_bytes
+from expertile.problem import LAYERS, Quant, named_problem
+from expertile.router import ROUTERS
+from expertile.runtime.compile import compile_specialization
+from expertile.runtime.triton_experts import products
+
+QUANTS = ("bf16", "fp8_tensor", "fp8_block")
+TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096)
+
+
+def reachable():
+    """(layer, label, static) -> plans with different tiles, of the table and, for layers it lacks, of the ladder."""
+    for name in LAYERS:
+        for label in QUANTS:
+            seen = set()
+            for tokens in TOKENS:
+                problem = named_problem(name, tokens, label, static_scale=label == "fp8_tensor")
+                plan = decide(problem, H200, Backend.TRITON)
+                if plan.name not in seen:
+                    seen.add(plan.name)
+                    yield plan
+
+
+def gemms():
+    """Each grouped product once for its tile, kernel and everything but n and k: (plan, config, product)."""
+    found = {}
+    for plan in reachable():
+        gated = plan.problem.activation.gated and not plan.problem.activation.interleaved
+        first, second = products(plan, plan.problem.quant is Quant.FP8_BLOCK and gated)
+        pairs = [(plan.gemm1, first)] if plan.stream is not Stream.BOTH else []
+        pairs += [(plan.gemm2, second)] if plan.stream is Stream.NO else []
+        for config, product in pairs:
+            whole = product.k % config.block_k == 0
+            key = (config, product.quant, product.gated, product.gather, product.out_quant, product.bias, whole)
+            found.setdefault(key, (plan, config, product))
+    return list(found.values())
+
+
+def streams():
+    found = {}
+    for plan in reachable():
+        first, second = products(plan, False)
+        if plan.stream is Stream.BOTH:
+            found.setdefault(("up", plan.gemm1, first.quant, first.n, first.k), ("up", plan, plan.gemm1, first))
+        if plan.stream is not Stream.NO:
+            found.setdefault(("down", plan.gemm2, second.quant, second.n, second.k), ("down", plan, plan.gemm2, second))
+    return list(found.values())
+
+
+def named(case):
+    return f"{case[-2].name} {case[-1].quant.value} {'gemm1' if case[-1].gather else 'gemm2'} k{case[-1].k}"
+
+
+@cache
+def compiled_gemm(config, product):
+    kernel = swapped_gemm if config.tma else grouped_gemm
+    return compile_specialization(kernel.signature(config, product))
+
+
+@pytest.mark.parametrize("case", gemms(), ids=named)
+def test_grouped_products_run_on_wgmma_without_spills_in_the_memory_that_the_policy_counts(case):
+    plan, config, product = case
+    compiled = compiled_gemm(config, product)
+    assert compiled.spill_bytes == compiled.stack_bytes == 0
+    k, kinds = ("16", "f32.bf16.bf16") if product.quant is Quant.NONE else ("32", "f32.e4m3.e4m3")
+    shapes = {instruction.split()[1] for instruction in compiled.mma}
+    assert {instruction.split()[0] for instruction in compiled.mma} == {"wgmma"}
+    assert {instruction.split()[2] for instruction in compiled.mma} == {kinds}
+    side = config.block_m if config.swap else config.block_n
+    assert len(shapes) == 1 and shapes <= {f"m64n{n}k{k}" for n in (side, side // 2) if n <= 256}
+    assert bool(compiled.features["tma_load"]) == config.tma
+    assert bool(compiled.features["pdl_wait"]) == plan.pdl
+    counted = smem_bytes(config, plan.problem)
+    if product.quant is Quant.FP8_BLOCK:
+        assert counted - 4096 <= compiled.smem_bytes <= counted
+    else:
+        assert compiled.smem_bytes == counted
+    assert compiled.smem_bytes <= H200.smem_bytes
+
+
+@pytest.mark.parametrize(
+    "case", streams(), ids=lambda case: f"{case[0]} {case[2].name} {case[3].quant.value} k{case[3].k}"
+)
+def test_streamed_products_read_sixteen_bytes_at_a_time_without_spills(case):
+    which, plan, config, product = case
+    signature = stream.signature_up if which == "up" else stream.signature_down
+    compiled = compile_specialization(signature(config, product, plan.problem.experts))
+    assert compiled.spill_bytes == compiled.stack_bytes == 0
+    assert not compiled.mma
+    assert "ld.global.v4" in compiled.ptx
+    if which == "down":
+        before, _, _ = compiled.ptx.partition("griddepcontrol.wait")
+        item = 2 if product.quant is Quant.NONE else 1
+        rows = config.block_n * (1 << (product.top_k - 1).bit_length()) * (1 << (product.k - 1).bit_length())
+        assert before.count("ld.global.v4") * 16 * 32 * config.warps >= rows * item, "weights are not asked for ahead"
+
+
+@pytest.mark.parametrize("experts", [8, 60, 128, 512])
+@pytest.mark.parametrize("rows", [8, 500, 5000])
+@pytest.mark.parametrize("quant", [Quant.NONE, Quant.FP8_BLOCK])
+def test_routing_has_no_spills(rows, experts, quant):
+    for spec in routing.signature(experts, rows, 16, width=2048, quant=quant, mapped=experts == 60):
+        compiled = compile_specialization(spec)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("width", [176, 768, 2688, 7168])
+def test_quantising_and_combining_have_no_spills(width):
+    specs = [quantize.signature(width, quant, counted=True) for quant in (Quant.FP8_TENSOR, Quant.FP8_BLOCK)]
+    specs += [quantize.signature(width, Quant.FP8_TENSOR, static=True)]
+    specs += [combine.signature(width, 128, top_k, tokens) for top_k in (1, 8) for tokens in (1, 4096)]
+    for spec in specs:
+        compiled = compile_specialization(spec)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
+
+
+def test_the_router_has_no_spills():
+    for name, experts, top_k in (("softmax", 128, 8), ("deepseek_v3", 256, 8), ("llama4", 16, 1)):
+        compiled = compile_specialization(router.signature(experts, ROUTERS[name], top_k))
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
