@@ -13,6 +13,7 @@ from .plans import Backend
 from .policy import decide
 from .problem import Problem
 from .runtime.device import detect
+from .runtime.workspace import Workspace
 from .weights import DTYPES, Weights
 
 
@@ -36,19 +37,21 @@ def turning_points(
 
 def _variant(spec) -> tuple:
     constants = tuple(sorted((name, repr(value)) for name, value in spec.constants.items()))
-    return spec.kernel.__name__, constants, tuple(sorted(spec.options.items()))
+    types, options = tuple(sorted(spec.types.items())), tuple(sorted(spec.options.items()))
+    return spec.kernel.__name__, types, constants, spec.divisible_by_16, options
 
 
 def warm(
     weights: Weights, top_k: int, max_tokens: int, *, expert_map=None, weight_on_input: bool = False,
-    scaling_factor: float = 1.0, hardware: Hardware | None = None,
+    scaling_factor: float = 1.0, hardware: Hardware | None = None, workspace: Workspace | None = None,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[int]:  # fmt: skip
     """Runs `moe` once for each turning point, so that no call with up to max_tokens tokens compiles later.
 
-    Give expert_map, weight_on_input and scaling_factor as the calls will. ids are taken as int32 and probs as fp32:
-    other dtypes are other variants. `report` is told how many of how many are done. Returns the token counts that ran;
-    none where the policy chooses a backend that compiles nothing.
+    Give expert_map, weight_on_input and scaling_factor as the calls will. ids are taken as int32 and probs as fp32, x
+    and out as contiguous: others are other variants. workspace lends its memory, else torch's allocator does. `report`
+    is told how many of how many are done. Returns the token counts that ran; none where the policy chooses a backend
+    that compiles nothing.
     """
     if max_tokens < 1:
         raise ShapeError(f"max_tokens={max_tokens}: give at least 1")
@@ -61,7 +64,7 @@ def warm(
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=weights.device).view(tokens, top_k) % total
         moe(
             x, weights, ids, torch.ones(ids.shape, device=ids.device), expert_map=expert_map, hardware=hardware,
-            weight_on_input=weight_on_input, scaling_factor=scaling_factor,
+            weight_on_input=weight_on_input, scaling_factor=scaling_factor, workspace=workspace,
         )  # fmt: skip
         report(done, len(points))
     return points

@@ -15,6 +15,7 @@ from expertile.plans import Backend
 from expertile.policy import decide
 from expertile.problem import named_problem
 from expertile.runtime.triton_experts import specializations
+from expertile.runtime.workspace import Workspace
 
 MOST = 1100
 FILES = (combine, grouped_gemm, quantize, router, routing, stream, swapped_gemm)
@@ -62,3 +63,24 @@ def test_nothing_to_warm_where_nothing_is_compiled():
     assert expertile.warm(weights, 2, 64, hardware=CPU) == []
     with pytest.raises(ShapeError, match="max_tokens=0"):
         expertile.warm(weights, 2, 0)
+
+
+def test_warming_makes_the_calls_that_will_be_made(monkeypatch):
+    """Each turning point once, smallest first, with what the calls will have; ids name experts that exist."""
+    calls, said = [], []
+    monkeypatch.setattr(warming, "moe", lambda *arguments, **options: calls.append((arguments, options)))
+    w13, w2 = (torch.ones(8, *shape, dtype=torch.bfloat16) for shape in ((96, 64), (64, 48)))
+    weights = expertile.prepare(w13, w2, quant="fp8_tensor", x_scale=0.1, h_scale=0.1)
+    expert_map = torch.tensor([-1, 0, 1, 2, -1, 3, 4, 5, 6, 7], dtype=torch.int32)
+    given = dict(expert_map=expert_map, weight_on_input=True, scaling_factor=2.5)
+    given |= dict(hardware=H200, workspace=Workspace(torch.empty(0, dtype=torch.uint8)))
+    points = expertile.warm(weights, 1, 2048, **given, report=lambda done, of: said.append((done, of)))
+    problem = weights.problem(1, 1, total_experts=10, weight_on_input=True)
+    assert points == warming.turning_points(problem, H200, 2048, mapped=True)
+    assert [arguments[0].shape[0] for arguments, _ in calls] == points
+    assert said == [(done, len(points)) for done in range(1, len(points) + 1)]
+    for (x, used, ids, probs), options in calls:
+        assert x.dtype is torch.bfloat16 and x.is_contiguous() and used is weights
+        assert ids.dtype is torch.int32 and probs.dtype is torch.float32 and ids.shape == probs.shape
+        assert ids.min() >= 0 and ids.max() < 10
+        assert options.keys() == given.keys() and all(options[name] is given[name] for name in given)

@@ -12,7 +12,7 @@ from ..problem import Quant
 from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, quantize_rows
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _quantize_kernel(
     x_ptr,  # [rows, WIDTH]
     q_ptr,  # [rows, WIDTH]
@@ -74,5 +74,6 @@ def signature(width: int, quant: Quant, dtype="bf16", static=False, counted=Fals
     types = {name: kind for name, kind in types.items() if name not in constants} | dict.fromkeys(
         constants, "constexpr"
     )
-    aligned = tuple(name for name, kind in types.items() if kind.startswith("*")) + ("stride_xm",)
+    pointers = (name for name, kind in types.items() if kind.startswith("*") and name != "rows_ptr")
+    aligned = (*pointers, "stride_xm")
     return Specialization(_quantize_kernel, types, constants, aligned, _options(width, pdl))

@@ -42,13 +42,24 @@ def floor_us(problem: Problem, hardware: Hardware) -> float:
 def smem_bytes(config: GemmConfig, problem: Problem) -> int:
     """Shared memory of one block of the grouped product: operand tiles of every stage.
 
-    WGMMA reads its operands from shared memory while the next are on their way, so Triton keeps `stages` buffers. Block
-    scales of weight rows that all lie in one block take less than is counted here. tests/compile asks the compiler.
+    WGMMA reads its operands from shared memory while the next are on their way, so Triton keeps `stages` buffers, and
+    of block scales one less. tests/compile asks the compiler.
     """
     item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
     tiles = config.stages * (config.block_m + config.block_n) * config.block_k * item
-    scales = 4 * (config.stages - 1) * (config.block_m + config.block_n) if problem.quant is Quant.FP8_BLOCK else 0
+    scales = _scale_bytes(config, problem) if problem.quant is Quant.FP8_BLOCK else 0
     return tiles + scales + (8 * config.stages if config.tma else 0)  # TMA: one mbarrier a stage
+
+
+def _scale_bytes(config: GemmConfig, problem: Problem) -> int:
+    """Block scales on their way: one a row of x and of w, but one for all gate, one for all up rows of w where they are
+    in the same block in both products. Exact but for the second product, which has no up rows."""
+    act, buffers = problem.activation, config.stages - 1
+    halves_apart = not act.gated or (problem.inter % BLOCK == 0 and not act.interleaved)
+    if config.tma or config.block_n > BLOCK or not halves_apart:
+        return 4 * buffers * (config.block_m + config.block_n)
+    gate = -(-4 * buffers // 16) * 16 if act.gated else 0  # the next buffers start on 16 bytes
+    return 4 * buffers * config.block_m + gate + 4 * buffers
 
 
 def expected_tiles(problem: Problem, block_m: int) -> float:
