@@ -15,7 +15,7 @@ ITEMS = {"i32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp1
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """One allocation that every plan up to its size can use, also under CUDA-graph capture.
+    """One allocation that every plan whose workspace_bytes it holds can use, also under CUDA-graph capture.
 
     It holds nothing between calls. Calls that share it must run on one stream.
     """
@@ -32,7 +32,7 @@ class Workspace:
         if self.memory.numel() < need:
             raise ShapeError(
                 f"the workspace has {self.memory.numel()} bytes, this plan (T={plan.problem.tokens}) needs {need}: "
-                f"make it with Workspace.for_plan for the largest number of tokens"
+                f"make it for the plan that needs most (not always that of the most tokens)"
             )
         found, start = {}, 0
         for buffer in plan.buffers:
