@@ -36,6 +36,7 @@ class GemmConfig:
     swap      weight rows on the 64-row side of WGMMA, tokens on its narrow side: acc [block_n, block_m]
     group_m   row tiles that share one sweep over the weight rows (plain product only), for L2
     tma       weights by TMA (swapped product only)
+    specialized   a persistent block on every SM whose warps load or multiply (kernels/hopper_gemm.py): 128 x 256 only
     """
 
     block_m: int
@@ -46,9 +47,12 @@ class GemmConfig:
     swap: bool = False
     group_m: int = 1
     tma: bool = False
+    specialized: bool = False
 
     @property
     def name(self) -> str:
+        if self.specialized:
+            return f"specialized {self.block_m}x{self.block_n}x{self.block_k} g{self.group_m} s{self.stages}"
         kind = ("swap-tma" if self.tma else "swap") if self.swap else f"plain g{self.group_m}"
         return f"{kind} {self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
 
@@ -137,6 +141,7 @@ class Plan:
             Buffer("gather", (p.rows,), "i32"),
             Buffer("offsets", (p.experts + 1,), "i32"),
             Buffer("tiles", (self.max_tiles, 4), "i32"),
+            Buffer("tile_count", (1,), "i32"),
             Buffer("counts", (route_programs(p.rows), p.experts), "i32"),
         ]
         if p.quant is Quant.NONE:

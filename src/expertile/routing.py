@@ -16,6 +16,7 @@ class Routing:
                             first offsets[E] entries are valid, the rest are never read
     offsets  [E + 1] int32  expert -> its first row
     tiles    [max_tiles, 4] int32   tile -> (expert, first row, end row, 0); expert -1 ends the list
+    tile_count   [1] int32  tiles before that
 
     Three tokens, top_k 2, three experts, tiles of two rows:
 
@@ -23,9 +24,11 @@ class Routing:
         gather   [0, 5, 1, 2, 4, .]          expert 0: slots 0, 5; expert 2: slots 1, 2, 4
         offsets  [0, 2, 2, 5]
         tiles    [0 0 2 0], [2 2 4 0], [2 4 5 0], [-1 . . .]
+        tile_count   [3]
     """
 
     gather: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
+    tile_count: torch.Tensor
     block_m: int

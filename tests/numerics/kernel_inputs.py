@@ -43,6 +43,7 @@ FP8_SUM = 0.0 if DEVICE == "cpu" else 5e-4
 SWAP = GemmConfig(16, 64, 64, 4, 3, swap=True)
 TMA = GemmConfig(16, 128, 64, 4, 3, swap=True, tma=True)
 PLAIN = GemmConfig(64, 64, 64, 4, 3, swap=False, group_m=4)
+SPECIALIZED = GemmConfig(128, 256, 64, 12, 4, group_m=2, specialized=True)
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,11 @@ def make_plan(layer: Layer, gemm1: GemmConfig, gemm2: GemmConfig | None = None) 
     return Plan(problem, "h200", Backend.TRITON, gemm1, gemm2 or gemm1, fuse_quant=fuse, pdl=not INTERPRETER)
 
 
+def fitted(config: GemmConfig, layer: Layer) -> GemmConfig:
+    """A specialised tile contracts 128 bytes a step."""
+    return replace(config, block_k=64 if layer.case.quant == "none" else 128) if config.specialized else config
+
+
 def make_stream_plan(layer: Layer, gemm1: GemmConfig | None = None) -> Plan:
     """Both products streamed, or with a tile for GEMM1 only the second."""
     problem = problem_of(layer)
@@ -218,6 +224,8 @@ def skip_if_refused(plan: Plan):
     """Skips a tile that the policy would not give to this problem, with its reasons."""
     tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
     reasons = [reason for tile in tiles for reason in tile_reasons(tile, plan.problem, H200)]
+    if INTERPRETER and any(tile.specialized for tile in tiles):
+        reasons.append("Gluon has no interpreter")
     if reasons:
         pytest.skip("; ".join(dict.fromkeys(reasons)))
 
@@ -266,7 +274,8 @@ def run_and_keep(plan: Plan, layer: Layer, scaling_factor: float = 1.0, backward
 def routed_backwards(route_rows):
     def route(ids, experts, routing, *arguments, **options):
         route_rows(ids, experts, routing, *arguments, **options)
-        routing.tiles.copy_(routing.tiles.flip(0))
+        count = int(routing.tile_count)
+        routing.tiles[:count] = routing.tiles[:count].flip(0)
         return routing
 
     return route
@@ -282,11 +291,13 @@ def torch_routing(local, experts: int, block_m: int, spare: int = 3, backwards: 
         (expert, first, min(first + block_m, int(offsets[expert + 1])), 0)
         for expert in range(experts)
         for first in range(int(offsets[expert]), int(offsets[expert + 1]), block_m)
-    ] + [(-1, 2**30, 2**30, 2**30)] * spare
-    tiles = torch.tensor(tiles[::-1] if backwards else tiles, dtype=torch.int32).view(-1, 4)
+    ]
+    count = torch.tensor([len(tiles)], dtype=torch.int32)
+    end = [(-1, 2**30, 2**30, 2**30)] * spare
+    tiles = torch.tensor((tiles[::-1] if backwards else tiles) + end, dtype=torch.int32).view(-1, 4)
     gather = order.int()
     gather[int(offsets[-1]) :] = 2**30  # rows that do not exist
-    return Routing(on_device(gather), on_device(offsets.int()), on_device(tiles), block_m)
+    return Routing(on_device(gather), on_device(offsets.int()), on_device(tiles), on_device(count), block_m)
 
 
 def row_error(y, ref) -> float:

@@ -1,6 +1,7 @@
 """One grouped product at a time, operands given, against float64: no row further off than 1.5 times its rounding.
 
-The three ways to compute it are held to the same: operands as they are, swapped, and swapped with weights by TMA.
+The four ways to compute it are held to the same: operands as they are, swapped, swapped with weights by TMA, and
+specialised warps (on a GPU only).
 """
 
 from dataclasses import replace
@@ -11,11 +12,10 @@ import torch
 from expertile import reference
 from expertile.errors import ShapeError
 from expertile.kernels.grouped_gemm import grouped_gemm
-from expertile.kernels.swapped_gemm import swapped_gemm
 from expertile.kernels.tiles import Product
 from expertile.plans import GemmConfig
 from expertile.problem import ACTIVATIONS, Quant
-from expertile.runtime.triton_experts import products
+from expertile.runtime.triton_experts import gemm, products
 from expertile.weights import FP8
 
 from .kernel_inputs import (
@@ -24,10 +24,12 @@ from .kernel_inputs import (
     EPSILON,
     FP8_SUM,
     PLAIN,
+    SPECIALIZED,
     SWAP,
     TMA,
     Case,
     Poisoned,
+    fitted,
     make_layer,
     make_plan,
     on_device,
@@ -37,7 +39,7 @@ from .kernel_inputs import (
     widened,
 )
 
-ALL = pytest.mark.parametrize("config", [SWAP, TMA, PLAIN], ids=lambda config: config.name)
+ALL = pytest.mark.parametrize("config", [SWAP, TMA, PLAIN, SPECIALIZED], ids=lambda config: config.name)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES_HERE)
 QUANTS = [
     dict(quant="fp8_tensor"),
@@ -52,7 +54,8 @@ class Operands:
     """Both products of a layer: GEMM1 reads x by token, GEMM2 reads h [R, I] in routed order and writes by slot."""
 
     def __init__(self, layer, config: GemmConfig, gemm: int, backwards: bool = False):
-        w, plan = layer.weights, replace(make_plan(layer, config), fuse_quant=False)
+        w, config = layer.weights, fitted(config, layer)
+        plan = replace(make_plan(layer, config), fuse_quant=False)
         skip_if_refused(plan)
         self.product = products(plan, w.split_scale)[gemm - 1]
         self.layer, self.config, self.gemm = layer, config, gemm
@@ -72,8 +75,7 @@ class Operands:
 
     def run(self):
         y = Poisoned((self.layer.ids.numel(), self.product.n), self.layer.x.dtype)
-        gemm = swapped_gemm if self.config.tma else grouped_gemm
-        gemm(
+        gemm(self.config)(
             self.x, self.w, self.routing, self.config, self.product, y.tensor,
             x_scale=self.x_scale, w_scale=self.w_scale, bias=self.bias, probs=self.probs,
         )  # fmt: skip
@@ -232,7 +234,7 @@ def test_weights_with_rows_apart(config):
     """w is read by its strides: NaN lies behind each row, and an expert's rows do not follow the last one's."""
     layer = make_layer(Case(hidden=80, inter=40))
     apart = replace(layer.weights, w13=widened(layer.weights.w13), w2=widened(layer.weights.w2))
-    if config.tma:
+    if config.tma or config.specialized:
         with pytest.raises(ShapeError, match=r"strides \(7680, 96, 1\)"):
             check(replace(layer, weights=apart), config)
     else:

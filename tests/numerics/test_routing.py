@@ -16,10 +16,11 @@ def route(layer, block_m: int) -> Routing:
     """The kernel's answer in memory that shows what it left out and what it wrote too much."""
     rows, experts = layer.ids.numel(), layer.weights.experts
     tiles = make_plan(layer, GemmConfig(block_m, 64, 64, 4, 3)).max_tiles
-    shapes = dict(gather=(rows, 1), offsets=(experts + 1, 1), tiles=(tiles, 4), counts=(route_programs(rows), experts))
+    shapes = dict(gather=(rows, 1), offsets=(experts + 1, 1), tiles=(tiles, 4), tile_count=(1, 1))
+    shapes["counts"] = (route_programs(rows), experts)
     memory = {name: Poisoned(shape, torch.int32, UNWRITTEN) for name, shape in shapes.items()}
-    flat = {name: memory[name].tensor.view(-1) for name in ("gather", "offsets")}
-    routing = Routing(flat["gather"], flat["offsets"], memory["tiles"].tensor, block_m)
+    gather, offsets, count = (memory[name].tensor.view(-1) for name in ("gather", "offsets", "tile_count"))
+    routing = Routing(gather, offsets, memory["tiles"].tensor, count, block_m)
     route_rows(layer.ids, experts, routing, memory["counts"].tensor, layer.expert_map)
     for buffer in memory.values():
         buffer.check()
@@ -34,6 +35,7 @@ def check(layer, block_m: int):
     assert torch.equal(found.gather[:rows], want.gather[:rows]), "order within an expert is by slot"
     assert torch.equal(found.tiles[:tiles, :3], want.tiles[:, :3])
     assert (found.tiles[tiles:, 0] == -1).all(), "the list of tiles does not end"
+    assert found.tile_count.tolist() == [tiles]
 
 
 def sizes(**fields) -> Case:

@@ -44,7 +44,7 @@ def _count_rows(
 
 @triton.jit
 def _place_rows(
-    ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, pid, slots, total, max_tiles,
+    ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, pid, slots, total, max_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +83,10 @@ def _place_rows(
     tl.store(tile_ptr + 1, row, mask=starts)
     tl.store(tile_ptr + 2, tl.minimum(row + BLOCK_M, first + tl.gather(count, expert, 0)), mask=starts)
     if pid == 0:
+        tiles = tl.sum(tl.where(bins < EXPERTS, tile_count, 0))
         tl.store(offsets_ptr + bins, offset, mask=bins <= EXPERTS)
-        for t0 in tl.range(tl.sum(tile_count), max_tiles, BLOCK):
+        tl.store(tile_count_ptr, tiles)
+        for t0 in tl.range(tiles, max_tiles, BLOCK):
             tl.store(tiles_ptr + (t0 + place) * 4, tl.full((BLOCK,), -1, tl.int32), mask=t0 + place < max_tiles)
 
 
@@ -96,6 +98,7 @@ def _route_kernel(
     gather_ptr,  # [T * top_k]
     offsets_ptr,  # [EXPERTS + 1]
     tiles_ptr,  # [max_tiles, 4]
+    tile_count_ptr,  # [1]
     x_ptr,  # [T, WIDTH] to quantise, or None
     q_ptr,  # [T, WIDTH]
     scale_ptr,  # [1], [T] or [T, WIDTH / 128]
@@ -124,8 +127,8 @@ def _route_kernel(
         if STEP == "count":
             _count_rows(ids_ptr, map_ptr, counts_ptr, pid, slots, total, EXPERTS, BINS, BLOCK)
         else:
-            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, pid, slots, total, max_tiles,
-                        EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
+            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, pid, slots,
+                        total, max_tiles, EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
     elif x_ptr is not None:
         row = (pid - programs).to(tl.int64) + tl.arange(0, 1)
         quantize_rows(x_ptr, q_ptr, scale_ptr, row, row >= 0, stride_xm, WIDTH, MODE, 1, X_BLOCK)
@@ -170,8 +173,8 @@ def route_rows(
         *tensors, stride, extra = something
         grid = programs + (0 if tensors[0] is None else x.shape[0])
         _route_kernel[(grid,)](
-            ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, *tensors, stride, slots, total,
-            routing.tiles.shape[0], programs, STEP=step, **constants, **extra, **_options(pdl),
+            ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, routing.tile_count, *tensors, stride,
+            slots, total, routing.tiles.shape[0], programs, STEP=step, **constants, **extra, **_options(pdl),
         )  # fmt: skip
         something = nothing
     return routing
@@ -182,7 +185,7 @@ def signature(
     static=False, pdl=True,
 ) -> tuple[Specialization, ...]:  # fmt: skip
     """What route_rows asks the compiler for: one Specialization a launch."""
-    types = dict.fromkeys(("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "map_ptr"), "*i32")
+    types = dict.fromkeys(("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "tile_count_ptr", "map_ptr"), "*i32")
     types |= dict(ids_ptr=f"*{id_type}", x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32")
     types |= dict.fromkeys(("stride_xm", "slots", "total", "max_tiles", "programs"), "i32")
     constants = _constants(experts, rows, block_m, pdl)

@@ -8,6 +8,7 @@ from ..hardware import Hardware
 from ..plans import SCAN_ROWS, Backend, GemmConfig, Plan, Stream
 from ..problem import BLOCK, Problem, Quant
 
+SPECIALIZED_BYTES = 512  # at most: barriers of the stages, and what the roles are told at the start
 HOST_US = 5.0  # one operation of torch, launched from Python
 
 
@@ -47,6 +48,8 @@ def smem_bytes(config: GemmConfig, problem: Problem) -> int:
     """
     item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
     tiles = config.stages * (config.block_m + config.block_n) * config.block_k * item
+    if config.specialized:
+        return tiles + SPECIALIZED_BYTES
     scales = _scale_bytes(config, problem) if problem.quant is Quant.FP8_BLOCK else 0
     return tiles + scales + (8 * config.stages if config.tma else 0)  # TMA: one mbarrier a stage
 
@@ -103,9 +106,15 @@ def plan_us(plan: Plan, hardware: Hardware) -> float:
     for rows, config in shares:
         part = rows / whole
         padded = expected_tiles(problem, config.block_m) * config.block_m
-        rate = peak(problem, hardware) * (0.55 if config.block_m >= 64 and not config.swap else 0.35)
+        rate = peak(problem, hardware) * _efficiency(config)
         total += 1e6 * max(moved * part / (0.9 * hardware.hbm_bytes_per_s), flops(problem, padded) * part / rate)
     return total + 1e6 * activations / hardware.hbm_bytes_per_s
+
+
+def _efficiency(config: GemmConfig) -> float:
+    if config.specialized:
+        return 0.7
+    return 0.55 if config.block_m >= 64 and not config.swap else 0.35
 
 
 def _torch_us(problem: Problem, hardware: Hardware, moved: float) -> float:

@@ -55,6 +55,8 @@ def tile_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> li
         found.append(f"block_k={config.block_k} spans two scale blocks of {BLOCK}")
     if config.tma:
         found += _tma_reasons(config, problem)
+    if config.specialized:
+        found += _specialized_reasons(config, problem)
     if problem.quant is not Quant.NONE and config.block_k < 32:
         found.append(f"block_k={config.block_k}: an e4m3 WGMMA takes 32")
     return found
@@ -72,6 +74,21 @@ def _tma_reasons(config: GemmConfig, problem: Problem) -> list[str]:
             found.append(f"tma: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
     if problem.activation.gated and config.block_n < 128:
         found.append(f"tma: block_n={config.block_n} leaves fewer than 64 gate rows, WGMMA's least")
+    return found
+
+
+def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
+    item, act = problem.dtype.bytes if problem.quant is Quant.NONE else 1, problem.activation
+    found = []
+    if (config.block_m, config.block_n, config.block_k * item, config.swap) != (128, 256, 128, False):
+        found.append(f"specialized: {config.block_m}x{config.block_n}x{config.block_k} is not 128 x 256 x 128 bytes")
+    for name in ("hidden", "inter"):
+        if getattr(problem, name) % 32:
+            found.append(f"specialized: {name}={getattr(problem, name)} is no multiple of 32, the rows of w reordered at once")
+    if problem.quant is Quant.FP8_BLOCK and act.gated and act.interleaved:
+        found.append("specialized: gate and up rows alternate within a scale block")
+    if problem.quant is Quant.FP8_BLOCK and act.gated and problem.inter % BLOCK:
+        found.append(f"specialized: inter={problem.inter} puts gate and up rows in one scale block of {BLOCK}")
     return found
 
 

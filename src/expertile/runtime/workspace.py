@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ShapeError
-from ..plans import ALIGN, Plan
+from ..plans import ALIGN, Backend, GemmConfig, Plan
+from ..problem import Problem
 from ..weights import FP8
 
 ITEMS = {"i32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
@@ -26,6 +27,11 @@ class Workspace:
     def for_plan(cls, plan: Plan, device) -> Workspace:
         return cls(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device))
 
+    @classmethod
+    def for_tokens(cls, problem: Problem, device) -> Workspace:
+        """Memory for every plan of this problem with 1 to problem.tokens tokens; see most_bytes."""
+        return cls(torch.empty(most_bytes(problem), dtype=torch.uint8, device=device))
+
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
         """The plan's buffers as views of the memory. ShapeError when it is too small for them."""
         need = plan.workspace_bytes
@@ -40,3 +46,12 @@ class Workspace:
             found[buffer.name] = part.view(ITEMS[buffer.item]).view(buffer.shape)
             start += -(-buffer.bytes // ALIGN) * ALIGN
         return found
+
+
+def most_bytes(problem: Problem) -> int:
+    """What no plan for 1 to problem.tokens tokens exceeds, whatever its tiles; grows with the tokens.
+
+    Found without deciding anything: the plan that has every buffer there is, tiled as finely as tiles go.
+    """
+    finest = GemmConfig(16, 16, 16, 1, 1)
+    return Plan(problem, "", Backend.TRITON, finest, finest).workspace_bytes

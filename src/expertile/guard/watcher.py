@@ -1,0 +1,164 @@
+"""Runs a program under the guard and collects what its processes saw: the outside half of `expertile watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ExpertileError
+from .watching import FOLDER, MODE, mark_ready
+
+INJECTED = Path(__file__).parent / "inject"
+LONGEST_LINE = 1 << 16  # bytes of a line that are looked at
+GRACE_S = 2.0  # for output that grandchildren still hold open when the program has ended
+
+
+@dataclass(frozen=True)
+class Watched:
+    """exit_code as a shell gives it; ready: {"by", "time"}, None when the marker never came; processes: those with Triton."""
+
+    command: list[str]
+    exit_code: int
+    ready: dict | None
+    processes: list[dict]
+    events: list[dict]
+
+
+def watch(
+    command: Sequence[str], *, mode: str = "count", ready_line: str | None = None, ready_after: float | None = None
+) -> Watched:
+    """Runs the command to its end with every Python process in it under the guard.
+
+    ready_line   a regular expression: armed from the first line of stdout or stderr that it is found in
+    ready_after  seconds from the start
+    Without either the program itself has to call `expertile.guard.ready()`, and may in any case.
+
+    Signals: Ctrl-C reaches the program, and the result is still returned. Raises ExpertileError when it cannot start.
+    """
+    pattern = _compiled(ready_line)
+    with tempfile.TemporaryDirectory(prefix="expertile-watch-") as name:
+        folder = Path(name)
+        environment = _environment(folder, mode, unbuffered=pattern is not None)
+        pipe = subprocess.PIPE if pattern else None
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
+        except OSError as error:
+            raise ExpertileError(f"cannot run {command[0]!r}: {error.strerror or error}") from None
+        pumps = [_pump(*ends, pattern, folder) for ends in _pipes(process)] if pattern else []
+        timer = threading.Timer(ready_after or 0, mark_ready, (folder, f"{ready_after:g} s") if ready_after else ())
+        timer.daemon = True
+        if ready_after is not None:
+            timer.start()
+        with _signals_to(process):
+            code = process.wait()
+        timer.cancel()
+        for pump in pumps:
+            pump.join(GRACE_S)
+        return Watched(list(command), code if code >= 0 else 128 - code, *_collected(folder))
+
+
+def _compiled(ready_line: str | None) -> re.Pattern | None:
+    try:
+        return re.compile(ready_line) if ready_line is not None else None
+    except re.error as error:
+        raise ExpertileError(f"ready_line={ready_line!r} is not a regular expression: {error}") from None
+
+
+def _environment(folder: Path, mode: str, unbuffered: bool) -> dict[str, str]:
+    found = {**os.environ, FOLDER: str(folder), MODE: mode}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INJECTED), os.environ.get("PYTHONPATH"))))
+    return found | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})  # a line must come when it is printed
+
+
+def _pipes(process) -> list[tuple]:
+    return [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+
+
+def _pump(source, sink, pattern: re.Pattern, folder: Path) -> threading.Thread:
+    """Copies the program's output to ours, at once, and looks for the readiness line in it."""
+
+    def copy() -> None:
+        rest, looking, writing = b"", True, True
+        while chunk := os.read(source.fileno(), 1 << 16):
+            if writing:
+                writing = _write(sink, chunk)
+            if looking:
+                *lines, rest = re.split(rb"[\r\n]", rest + chunk)
+                rest = rest[-LONGEST_LINE:]
+                if any(pattern.search(line.decode(errors="replace")) for line in lines):
+                    mark_ready(folder, "a line of output")
+                    looking, rest = False, b""
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _write(sink, chunk: bytes) -> bool:
+    """False when nobody reads our output any more; the program's is read on, so that it does not block."""
+    try:
+        stream = getattr(sink, "buffer", None)
+        (stream or sink).write(chunk if stream else chunk.decode(errors="replace"))
+        sink.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _signals_to(process):
+    """SIGTERM and SIGHUP go on to the program; so does SIGINT, unless it is Ctrl-C: the terminal tells both itself."""
+
+    def forward(number, frame):
+        if number != signal.SIGINT or not _at_terminal():
+            process.send_signal(number)
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, forward)
+    except ValueError:  # not in the main thread: signals are its affair
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _at_terminal() -> bool:
+    """Whether we are the terminal's foreground group, as the program then is as well."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _collected(folder: Path) -> tuple[dict | None, list[dict], list[dict]]:
+    marker = folder / "ready"
+    ready = json.loads(marker.read_text()) if marker.exists() else None
+    processes = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
+    events = [event for path in sorted(folder.glob("events-*.jsonl")) for event in _lines(path)]
+    return ready, processes, sorted(events, key=lambda event: event["time"])
+
+
+def _lines(path: Path) -> list[dict]:
+    """The events of one process; a last line that was cut off when it was killed is left out."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,174 @@
+"""vLLM's interface of modular experts, over our plans: x and the router's choice in, the weighted sum out.
+
+x comes as it is (expects_unquantized_inputs): the launch that sorts the routed rows quantises it. Scratch memory is
+vLLM's second workspace; the first shares memory with the output in some versions and is not asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+from vllm.platforms import current_platform
+
+from ...errors import UnsupportedProblem
+from ...plans import ALIGN
+from ...runtime.device import detect
+from ...runtime.execute import run
+from ...runtime.workspace import Workspace
+from ...weights import Weights
+from .formats import ACTIVATIONS, UNINTERLEAVED, activation_of
+from .layer_weights import weights_of
+from .planner import Planner, planner
+from .sealing import process_seal
+
+SCHEMES = (
+    (None, None),
+    (keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
+    (keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym),
+    (keys.kFp8StaticTensorSym, keys.kFp8DynamicTokenSym),
+    (keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
+    (keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym),
+)
+
+
+class ExpertileExperts(mk.FusedMoEExpertsModular):
+    """One layer's experts. `prepare` describes its weights once they are loaded; a call with other ones describes anew."""
+
+    def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+        self.weights: Weights | None = None
+        self._planners: dict[tuple[int, int], Planner] = {}
+
+    @staticmethod
+    def activation_format():
+        return mk.FusedMoEActivationFormat.Standard
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool:
+        return (weight_key, activation_key) in SCHEMES
+
+    @staticmethod
+    def _supports_activation(activation) -> bool:
+        return activation.value in ACTIVATIONS or activation.value == UNINTERLEAVED
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config) -> bool:
+        """Tokens come by all-gather or not at all: other ways quantise them, or sort them by expert, before we see them."""
+        p = moe_parallel_config
+        if getattr(p, "use_passthrough_all2all", False):
+            return False
+        return p.use_ag_rs_all2all_kernels or not p.use_all2all_kernels
+
+    @staticmethod
+    def _supports_routing_method(routing_method, weight_key, activation_key) -> bool:
+        return True  # vLLM routes
+
+    @staticmethod
+    def _supports_router_logits_dtype(dtype, routing_method) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_hash_routing() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return False  # tiles, and so the order of additions, change with the number of tokens
+
+    @staticmethod
+    def supports_lora() -> bool:
+        return False
+
+    def finalize_weight_and_reduce_impl(self):
+        return TopKWeightAndReduceNoOP()
+
+    def prepare(self, w13, w2) -> Weights:
+        """The layer's Weights, described now. ShapeError names what does not fit."""
+        c = self.moe_config
+        activation = activation_of(c.activation.value, c.swiglu_limit, c.swiglu_alpha, c.swiglu_beta)
+        self.weights = weights_of(w13, w2, self.quant_config, activation, c.in_dtype)
+        return self.weights
+
+    def planner(self, top_k: int, total_experts: int) -> Planner:
+        """What this layer's calls need; `prepare` comes first."""
+        key = (top_k, total_experts)
+        if key not in self._planners:
+            problem = self.weights.problem(1, top_k, total_experts=total_experts)
+            self._planners[key] = planner(problem, detect(self.weights.device))
+        return self._planners[key]
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ):  # fmt: skip
+        """Nothing in the first; in the second a plan's buffers, then room for ids and weights in our dtypes."""
+        memory = self.planner(topk, global_num_experts).bytes(M) + 2 * _room(M, topk)
+        return (0,), (-(-memory // self.moe_config.in_dtype.itemsize),), (M, K)
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+        a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+    ) -> None:  # fmt: skip
+        """output[t] = sum over j of topk_weights[t, j] * experts[topk_ids[t, j]](hidden_states[t]).
+
+        Router weights on the input have been multiplied in by vLLM's prepare step: here they are ones.
+        """
+        x = hidden_states
+        if a1q_scale is not None or x.dtype != self.moe_config.in_dtype or not x.is_contiguous():
+            raise UnsupportedProblem(
+                f"hidden_states came as {x.dtype} with strides {x.stride()}{' and a scale' if a1q_scale is not None else ''}"
+                f": expertile needs contiguous {self.moe_config.in_dtype} and quantises them itself"
+            )
+        weights = self.weights
+        if weights is None or weights.w13 is not w1 or weights.w2 is not w2:
+            weights = self.prepare(w1, w2)
+        process_seal().check()
+        tokens, top_k = topk_ids.shape
+        plans = self.planner(top_k, global_num_experts)
+        memory = workspace2.view(torch.uint8)
+        room = _room(tokens, top_k)
+        spare_ids, spare_probs = memory[-2 * room : -room], memory[-room:]
+        ids = _as(topk_ids, torch.int32, spare_ids)
+        if apply_router_weight_on_input:
+            probs = _view(spare_probs, topk_weights.shape, torch.float32).fill_(1.0)
+        else:
+            probs = _as(topk_weights, torch.float32, spare_probs)
+        run(
+            plans.plan(tokens), x, weights, ids, probs, output, expert_map=expert_map, workspace=Workspace(memory)
+        )  # fmt: skip
+
+
+def _room(tokens: int, top_k: int) -> int:
+    """Bytes for one number of four bytes a slot, aligned."""
+    return -(-4 * tokens * top_k // ALIGN) * ALIGN
+
+
+def _view(memory, shape, dtype: torch.dtype):
+    count = 1
+    for size in shape:
+        count *= size
+    return memory[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+def _as(tensor, dtype: torch.dtype, memory):
+    """The tensor as kernels were compiled for it: of that dtype, contiguous, on 16 bytes. Copied only if it is not."""
+    if tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return _view(memory, tensor.shape, dtype).copy_(tensor)

@@ -1,0 +1,54 @@
+"""The plugin's switches: three environment variables, read once, at the edge."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...errors import ShapeError
+
+SWITCH, OFF, GUARD = "EXPERTILE_VLLM", "EXPERTILE_VLLM_OFF", "EXPERTILE_VLLM_GUARD"
+VARIABLES = (SWITCH, OFF, GUARD)
+LABELS = ("bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block")
+GUARD_MODES = ("off", "warn", "error")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for.
+
+    enabled   EXPERTILE_VLLM: 1 (default) or 0
+    off       EXPERTILE_VLLM_OFF: formats (LABELS) and parts of layer names that vLLM keeps, with commas between them
+    guard     EXPERTILE_VLLM_GUARD: off (default), warn or error: what a compilation after the warm-up is
+
+    >>> Settings(off=("fp8_block", "layers.3")).named("bf16", "model.layers.3.mlp.experts")
+    'layers.3'
+    >>> Settings(off=("layers.3",)).named("bf16", "model.layers.31.mlp.experts")
+    """
+
+    enabled: bool = True
+    off: tuple[str, ...] = ()
+    guard: str = "off"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """ShapeError names the variable that has no valid value."""
+        switch, guard = environment.get(SWITCH, "1").strip(), environment.get(GUARD, "off").strip()
+        if switch not in ("0", "1"):
+            raise ShapeError(f"{SWITCH}={switch!r}: use 1 or 0")
+        if guard not in GUARD_MODES:
+            raise ShapeError(f"{GUARD}={guard!r}: use one of {', '.join(GUARD_MODES)}")
+        off = tuple(part.strip() for part in environment.get(OFF, "").split(",") if part.strip())
+        for part in off:
+            if part.startswith(("fp", "bf")) and part not in LABELS:
+                raise ShapeError(f"{OFF} names {part!r}: formats are {', '.join(LABELS)}")
+        return cls(switch == "1", off, guard)
+
+    def named(self, label: str, layer: str) -> str | None:
+        """The entry of `off` that keeps a layer of this format with vLLM, if there is one. Whole parts of names count."""
+        for part in self.off:
+            if part == label or re.search(rf"(^|\.){re.escape(part)}(\.|$)", layer):
+                return part
+        return None
