@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from .hardware import H200
 from .problem import BLOCK, Activation, DType, Problem, Quant
 
 ITEM_BYTES = {"i32": 4, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -86,6 +87,7 @@ class Plan:
     stream          products that stream weights; of their tiles only block_n, block_k (GEMM1) and warps count
     fuse_quant      GEMM1's epilogue writes h already quantised
     pdl             kernels are chained by programmatic dependent launch
+    sms             multiprocessors of the device: as many blocks as a specialised product has
     source          "measured: ..." or "model: ..." or "forced"
     candidates      every backend that was looked at
     """
@@ -102,6 +104,7 @@ class Plan:
     floor_us: float | None = None
     source: str = ""
     candidates: tuple[Candidate, ...] = ()
+    sms: int = H200.sms
 
     @property
     def name(self) -> str:
@@ -142,6 +145,7 @@ class Plan:
             Buffer("offsets", (p.experts + 1,), "i32"),
             Buffer("tiles", (self.max_tiles, 4), "i32"),
             Buffer("tile_count", (1,), "i32"),
+            Buffer("next_tile", (2,), "i32"),
             Buffer("counts", (route_programs(p.rows), p.experts), "i32"),
         ]
         if p.quant is Quant.NONE:

@@ -17,6 +17,7 @@ class Routing:
     offsets  [E + 1] int32  expert -> its first row
     tiles    [max_tiles, 4] int32   tile -> (expert, first row, end row, 0); expert -1 ends the list
     tile_count   [1] int32  tiles before that
+    next_tile    [2] int32  zeros: where the persistent blocks of GEMM1, and of GEMM2, take their next tile
 
     Three tokens, top_k 2, three experts, tiles of two rows:
 
@@ -31,4 +32,5 @@ class Routing:
     offsets: torch.Tensor
     tiles: torch.Tensor
     tile_count: torch.Tensor
+    next_tile: torch.Tensor
     block_m: int

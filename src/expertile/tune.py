@@ -18,9 +18,8 @@ from .bench.runner import Request, Setting, State
 from .errors import ExpertileError, ShapeError, UnsupportedProblem
 from .hardware import Hardware
 from .plans import Backend, GemmConfig, Plan, Stream
-from .policy import decide
 from .policy.rules import stream_reasons, tile_reasons
-from .policy.tiles import choose_tiles, fused_quant, stream_tiles
+from .policy.tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant, stream_tiles
 from .problem import Problem, Quant, named_problem
 
 STREAM_MOST = 64  # routed rows beyond which streaming is not even tried
@@ -41,7 +40,7 @@ class Fixed(Expertile):
 
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     """Plans worth measuring, the policy's choice without a table first."""
-    base = Plan(problem, hardware.name, Backend.TRITON, pdl=True)
+    base = Plan(problem, hardware.name, Backend.TRITON, pdl=True, sms=hardware.sms)
     found = []
     if problem.rows <= STREAM_MOST and not stream_reasons(problem):
         up, down = stream_tiles(problem)
@@ -52,10 +51,13 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
             if gemm1.block_m == 16 and not tile_reasons(gemm1, problem, hardware):
                 found.append(replace(base, gemm1=gemm1, gemm2=down, stream=Stream.DOWN, fuse_quant=static))
     pairs = [choose_tiles(problem, hardware), *_pairs(problem)]
-    for gemm1, gemm2 in pairs:
-        if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware)):
-            found.append(replace(base, gemm1=gemm1, gemm2=gemm2, fuse_quant=fused_quant(problem, gemm1)))
-    return list(dict.fromkeys(found))
+    grouped = [
+        replace(base, gemm1=gemm1, gemm2=gemm2, fuse_quant=fused_quant(problem, gemm1))
+        for gemm1, gemm2 in pairs
+        if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware))
+    ]
+    first = found if problem.rows <= STREAM_ROWS else grouped
+    return list(dict.fromkeys([*first, *found, *grouped]))
 
 
 def _pairs(problem: Problem) -> Iterator[tuple[GemmConfig, GemmConfig]]:
@@ -81,12 +83,8 @@ def _pairs(problem: Problem) -> Iterator[tuple[GemmConfig, GemmConfig]]:
     if rows >= 16:
         yield (plain(64, 128, 4, 4, 8),) * 2
         yield (plain(64, 256, 8, 3, 8),) * 2
-    if rows >= 40 and not block:
-        yield (plain(128, 256, 8, 4, 8),) * 2
-        yield plain(128, 256, 8, 3, 8), plain(128, 256, 8, 4, 8)
-        yield (plain(128, 128, 8, 3, 16),) * 2
-    if rows >= 40 and block:
-        yield (plain(128, 128, 8, 4, 8),) * 2
+        for group in (8, 16):
+            yield (replace(SPECIALIZED[k], group_m=group),) * 2
 
 
 def tune(
@@ -115,7 +113,7 @@ def tune(
                 if index < len(plans[outcome.tokens]):
                     times[outcome.tokens][index] = outcome.row["time_us"]
         for count in few:
-            if entry := _winner(plans[count], times[count], setting.hardware):
+            if entry := _winner(plans[count], times[count]):
                 found.append(entry)
                 report(entry)
     return found
@@ -127,27 +125,18 @@ def _groups(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in split if group]
 
 
-def _winner(plans: list[Plan], times: dict[int, float], hardware: Hardware) -> dict | None:
+def _winner(plans: list[Plan], times: dict[int, float]) -> dict | None:
     if not times:
         return None
     best = min(times, key=times.get)
-    default = _default(plans, hardware)
-    if default in times and times[default] <= times[best] * (1 + MARGIN):
-        best = default
+    if 0 in times and times[0] <= times[best] * (1 + MARGIN):
+        best = 0
     plan, p = plans[best], plans[best].problem
     return dict(
         hidden=p.hidden, inter=p.inter, experts=p.experts, top_k=p.top_k, label=p.label, gated=p.activation.gated,
         tokens=p.tokens, gemm1=list(astuple(plan.gemm1)), gemm2=list(astuple(plan.gemm2)), stream=plan.stream.value,
         fuse_quant=plan.fuse_quant, time_us=round(times[best], 2),
     )  # fmt: skip
-
-
-def _default(plans: list[Plan], hardware: Hardware) -> int | None:
-    chosen = decide(plans[0].problem, hardware, Backend.TRITON)
-    for index, plan in enumerate(plans):
-        if (plan.stream, plan.gemm1, plan.gemm2) == (chosen.stream, chosen.gemm1, chosen.gemm2):
-            return index
-    return None
 
 
 def write(path: Path, entries: list[dict], measured_with: dict) -> None:
@@ -157,6 +146,6 @@ def write(path: Path, entries: list[dict], measured_with: dict) -> None:
     merged = {tuple(entry[name] for name in names): entry for entry in [*old, *entries]}
     if not merged:
         raise ExpertileError(f"nothing was measured: {path} is left as it is")
-    lines = ",\n    ".join(json.dumps(merged[key]) for key in sorted(merged, key=str))
+    lines = ",\n    ".join(json.dumps(merged[key]) for key in sorted(merged))
     head = json.dumps(measured_with)
     path.write_text(f'{{\n  "measured_with": {head},\n  "entries": [\n    {lines}\n  ]\n}}\n')

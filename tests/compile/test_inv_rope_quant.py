@@ -114,6 +114,12 @@ def test_it_reads_and_writes_16_bytes_at_a_time_and_spills_nothing(heads, groups
     assert made.features["pdl_wait"] == made.features["pdl_launch"] == 1
 
 
+def test_without_units_the_compiler_knows_no_alignment():
+    """What the units are for: a stride that is not specialised, passed as it is, leaves loads of 2 bytes."""
+    sass = compile_specialization(signature(64, 8, unit=1)).sass
+    assert len(re.findall(r"\bLDG\.E\.U16", sass)) == 9 * 8 and len(re.findall(r"\bLDG\.E\.128", sass)) == 2
+
+
 def test_what_waits_for_the_position_comes_after_the_loads_that_do_not():
     """Instructions are issued in order: cos and sin ahead of x would hold x back for the latency of one load."""
     sass = compile_specialization(signature(64, 8)).sass

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from expertile.hardware import H200
-from expertile.kernels import combine, grouped_gemm, quantize, router, routing, stream, swapped_gemm
+from expertile.kernels import combine, grouped_gemm, hopper_gemm, quantize, router, routing, stream, swapped_gemm
 from expertile.plans import Backend, GemmConfig, Stream
 from expertile.policy import decide, table
-from expertile.policy.model import smem_bytes
+from expertile.policy.model import SPECIALIZED_BYTES, smem_bytes
 from expertile.problem import LAYERS, Quant, named_problem
 from expertile.router import ROUTERS
 from expertile.runtime.compile import compile_specialization
@@ -88,7 +88,7 @@ def named(case):
 
 @cache
 def compiled_gemm(config, product):
-    kernel = swapped_gemm if config.tma else grouped_gemm
+    kernel = hopper_gemm if config.specialized else swapped_gemm if config.tma else grouped_gemm
     return compile_specialization(kernel.signature(config, product))
 
 
@@ -100,11 +100,18 @@ def test_grouped_products_run_on_wgmma_without_spills_in_the_memory_that_the_pol
     operand, k = (product.dtype, 16) if product.quant is Quant.NONE else ("e4m3", 32)
     operand = {"fp16": "f16"}.get(operand, operand)
     side = config.block_m if config.swap else min(config.block_n, 256)
+    if config.specialized and product.quant is Quant.FP8_BLOCK:
+        side = 128  # two halves in turn, each promoted with its scale
     assert set(compiled.mma) == {f"wgmma m64n{side}k{k} f32.{operand}.{operand}"}
-    assert bool(compiled.features["tma_load"]) == config.tma
+    assert bool(compiled.features["tma_load"]) == (config.tma or config.specialized)
     assert bool(compiled.features["pdl_wait"]) == plan.pdl
     counted = smem_bytes(config, plan.problem)
-    if product.quant is Quant.FP8_BLOCK:  # counted for both products, of which one may have fewer scales on their way
+    if config.specialized:
+        assert compiled.warps == config.warps and compiled.features["setmaxnreg"]
+        assert bool(compiled.features["cp.async"]) == product.gather
+        assert counted - SPECIALIZED_BYTES < compiled.smem_bytes <= counted
+        assert not compiled.features["stmatrix"], "the epilogue goes through shared memory"
+    elif product.quant is Quant.FP8_BLOCK:  # counted for both products, of which one may have fewer scales on their way
         both = [replace(each, out_quant="") for each in products(plan, separate_scales(plan.problem))]
         most = max(compiled_gemm(config, each).smem_bytes for each in both)
         assert compiled.smem_bytes <= most <= counted <= most + 256

@@ -56,7 +56,7 @@ class Compilations:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 100, 1000, 3000])
 def test_rows_are_the_layer_in_float64(quant, tokens):
     weights, (x, ids, probs) = layer(quant), inputs(tokens)
     kept = x.clone()
@@ -70,7 +70,7 @@ def test_rows_are_the_layer_in_float64(quant, tokens):
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_tensor", "fp8_block"])
-@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("tokens", [1, 8, 300, 2000])
 def test_case_21_a_graph_replays_with_other_ids_and_allocates_nothing(quant, tokens):
     weights, (x, ids, probs) = layer(quant), inputs(tokens)
     plan = expertile.plan(weights.problem(tokens, TOP_K), detect())
@@ -121,7 +121,7 @@ def test_a_thousand_replays_agree(quant):
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("tokens", [1, 40, 600])
+@pytest.mark.parametrize("tokens", [1, 40, 600, 1500])
 def test_what_fresh_memory_held_does_not_matter(tokens, quant):
     """Cases 6 to 9: slots of no expert and experts twice, with the allocator's memory full of NaN, then of 0x7F."""
     weights, (x, ids, probs) = layer(quant), inputs(tokens)
@@ -142,9 +142,9 @@ def forget_compiled_kernels():
     """As in a process that has just begun, but for Triton's cache on disk."""
     from triton.runtime.jit import JITFunction
 
-    from expertile.kernels import combine, grouped_gemm, quantize, router, routing, stream, swapped_gemm
+    from expertile.kernels import combine, grouped_gemm, hopper_gemm, quantize, router, routing, stream, swapped_gemm
 
-    for file in (combine, grouped_gemm, quantize, router, routing, stream, swapped_gemm):
+    for file in (combine, grouped_gemm, hopper_gemm, quantize, router, routing, stream, swapped_gemm):
         for kernel in vars(file).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()
@@ -156,11 +156,11 @@ def test_nothing_compiles_once_it_is_warm(quant, experts):
     weights = layer(quant, experts=experts)
     forget_compiled_kernels()
     with Compilations() as seen:
-        points = expertile.warm(weights, TOP_K, 512)
+        points = expertile.warm(weights, TOP_K, 4096)
         torch.cuda.synchronize()
     assert seen.count >= len(points) > 1  # the count is alive: each point was chosen for a new variant
     with Compilations() as seen:
-        for tokens in range(1, 513):
+        for tokens in (*range(1, 513), *range(513, 4097, 97)):
             expertile.moe(*_with(weights, inputs(tokens, experts=experts)))
         torch.cuda.synchronize()
     assert seen.count == 0, seen.names
@@ -171,7 +171,7 @@ def _with(weights, arguments):
     return x, weights, ids, probs
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 500])
+@pytest.mark.parametrize("tokens", [1, 16, 500, 3000])
 def test_beside_another_kernel_on_a_second_stream(tokens):
     weights, arguments = layer("fp8_tensor"), inputs(tokens)
     want = expertile.moe(*_with(weights, arguments))
@@ -244,14 +244,17 @@ import sys
 import torch, expertile
 from expertile.plans import Backend, GemmConfig, Plan, Stream
 from expertile.policy import tile_reasons
-from expertile.policy.tiles import fused_quant, stream_tiles
+from expertile.policy.tiles import SPECIALIZED, fused_quant, stream_tiles
 from expertile.runtime.device import detect
 
 kind, static = sys.argv[1], dict(x_scale=8 / 448, h_scale=64 / 448)
 for quant, scales in (("none", {}), ("fp8_tensor", static), ("fp8_tensor", {}), ("fp8_channel", {}), ("fp8_block", {})):
-    w13, w2 = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) / 16 for s in ((8, 416, 240), (8, 240, 208)))
+    hidden, inter = (288, 256) if kind == "specialized" else (240, 208)
+    shapes = (8, 2 * inter, hidden), (8, hidden, inter)
+    w13, w2 = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) / 16 for s in shapes)
     weights = expertile.prepare(w13, w2, quant=quant, **scales)
-    tokens, wide = 3 if kind.startswith("stream") else 70, 64 if quant == "none" else 128
+    tokens = 3 if kind.startswith("stream") else 600 if kind == "specialized" else 70
+    wide = 64 if quant == "none" else 128
     problem = weights.problem(tokens, 2)
     thin = GemmConfig(16, 128, wide, 4, 3, True)
     up, down = stream_tiles(problem)
@@ -261,13 +264,14 @@ for quant, scales in (("none", {}), ("fp8_tensor", static), ("fp8_tensor", {}), 
         "tma_wide": (GemmConfig(16, 256, wide, 8, 3, True, 1, True),) * 2 + (Stream.NO,),
         "plain": (GemmConfig(64, 128, wide, 4, 4, False, 8),) * 2 + (Stream.NO,),
         "plain_wide": (GemmConfig(128, 256, wide, 8, 3, False, 8),) * 2 + (Stream.NO,),
+        "specialized": (SPECIALIZED[wide],) * 2 + (Stream.NO,),
         "stream_down": (thin, down, Stream.DOWN),
         "stream_both": (up, down, Stream.BOTH),
     }[kind]
     assert stream is Stream.BOTH or not tile_reasons(gemm1, problem, detect())
     fuse = stream is Stream.NO and fused_quant(problem, gemm1)
     plan = Plan(problem, "h200", Backend.TRITON, gemm1, gemm2, stream=stream, fuse_quant=fuse, pdl=True)
-    x = torch.randn(tokens, 240, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     probs, ids = expertile.route(torch.randn(tokens, 8, device="cuda"), "softmax", 2)[::-1]
     ids[0, 0] = -1
     y = expertile.moe(x, weights, ids, probs, plan=plan)
@@ -275,7 +279,7 @@ for quant, scales in (("none", {}), ("fp8_tensor", static), ("fp8_tensor", {}), 
 torch.cuda.synchronize()
 print("done", kind)
 """
-KINDS = ("swap", "tma", "tma_wide", "plain", "plain_wide", "stream_down", "stream_both")
+KINDS = ("swap", "tma", "tma_wide", "plain", "plain_wide", "specialized", "stream_down", "stream_both")
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin")

@@ -196,9 +196,10 @@ def weight_scales(quant: str, experts: int, shape: tuple[int, int], split: bool 
 
 def make_plan(layer: Layer, gemm1: GemmConfig, gemm2: GemmConfig | None = None) -> Plan:
     """A plan for the kernels with these tiles, quantisation of h fused where it can be."""
-    problem = problem_of(layer)
+    problem, gemm1 = problem_of(layer), fitted(gemm1, layer)
+    gemm2 = fitted(gemm2 or gemm1, layer)
     fuse = fused_quant(problem, gemm1)
-    return Plan(problem, "h200", Backend.TRITON, gemm1, gemm2 or gemm1, fuse_quant=fuse, pdl=not INTERPRETER)
+    return Plan(problem, "h200", Backend.TRITON, gemm1, gemm2, fuse_quant=fuse, pdl=not INTERPRETER)
 
 
 def fitted(config: GemmConfig, layer: Layer) -> GemmConfig:
@@ -297,7 +298,8 @@ def torch_routing(local, experts: int, block_m: int, spare: int = 3, backwards: 
     tiles = torch.tensor((tiles[::-1] if backwards else tiles) + end, dtype=torch.int32).view(-1, 4)
     gather = order.int()
     gather[int(offsets[-1]) :] = 2**30  # rows that do not exist
-    return Routing(on_device(gather), on_device(offsets.int()), on_device(tiles), on_device(count), block_m)
+    found = (gather, offsets.int(), tiles, count, torch.zeros(2, dtype=torch.int32))
+    return Routing(*map(on_device, found), block_m)
 
 
 def row_error(y, ref) -> float:

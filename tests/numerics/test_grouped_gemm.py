@@ -11,6 +11,7 @@ import torch
 
 from expertile import reference
 from expertile.errors import ShapeError
+from expertile.hardware import H200
 from expertile.kernels.grouped_gemm import grouped_gemm
 from expertile.kernels.tiles import Product
 from expertile.plans import GemmConfig
@@ -75,7 +76,7 @@ class Operands:
 
     def run(self):
         y = Poisoned((self.layer.ids.numel(), self.product.n), self.layer.x.dtype)
-        gemm(self.config)(
+        gemm(self.config, H200.sms)(
             self.x, self.w, self.routing, self.config, self.product, y.tensor,
             x_scale=self.x_scale, w_scale=self.w_scale, bias=self.bias, probs=self.probs,
         )  # fmt: skip

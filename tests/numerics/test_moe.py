@@ -14,6 +14,7 @@ from .kernel_inputs import (
     DEVICE,
     DTYPES_HERE,
     PLAIN,
+    SPECIALIZED,
     SWAP,
     TMA,
     Case,
@@ -44,6 +45,30 @@ def check(case: Case, tile: GemmConfig, scaling_factor: float = 1.0):
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_a_layer(tokens, quant, tile, dtype):
     check(Case(tokens=tokens, hidden=176, inter=96, quant=quant, dtype=dtype), tile)
+
+
+@DTYPE
+@pytest.mark.parametrize("tokens", [1, 21, 300])  # a short tile an expert, and full ones before a short one
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(),
+        dict(activation="swiglu_oai", interleaved=True, bias=True, inter=96),
+        dict(activation="relu2", quant="fp8_tensor", static=True),
+        dict(activation="relu2", quant="fp8_block", inter=96),
+        dict(quant="fp8_tensor", ids="bad", mapped=True, bias=True),
+        dict(quant="fp8_channel", ids="one"),
+        dict(quant="fp8_block", ids="twice"),
+        dict(quant="fp8_block", split_scale=True, bias=True),
+    ],
+    ids=str,
+)
+def test_a_layer_by_specialized_warps(fields, tokens, dtype):
+    layer = make_layer(Case(**{"tokens": tokens, "hidden": 288, "inter": 128, "dtype": dtype, **fields}))
+    plan = make_plan(layer, SPECIALIZED)
+    skip_if_refused(plan)
+    there, back = check_moe(plan, layer), run_kernels(plan, layer, backwards=True)
+    assert torch.equal(there.view(torch.int16), back.view(torch.int16)), "depends on the order of the tiles"
 
 
 @BOTH
@@ -149,10 +174,13 @@ def test_no_tokens(quant, tile):
             triton_experts.quantize,
             triton_experts.grouped_gemm,
             triton_experts.swapped_gemm,
+            triton_experts.hopper_gemm,
             triton_experts.stream,
             triton_experts.combine,
         ):
-            for name in ("route_rows", "quantize", "grouped_gemm", "swapped_gemm", "stream_up", "combine"):
+            for name in (
+                "route_rows", "quantize", "grouped_gemm", "swapped_gemm", "hopper_gemm", "stream_up", "combine",
+            ):  # fmt: skip
                 patch.setattr(module, name, None, raising=False)
         assert execute.run(plan, layer.x, layer.weights, layer.ids, layer.probs, out).shape == (0, 64)
 

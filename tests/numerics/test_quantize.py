@@ -48,7 +48,7 @@ def run_with_routing(x, quant: Quant, scale=None):
     """The same by the launch that also routes; what routing gives must not depend on it."""
     layer = make_layer(Case(tokens=x.shape[0], hidden=16, inter=16, top_k=2))
     want = torch_routing(layer.local, 4, 16, spare=0)
-    routing = Routing(want.gather * 0, want.offsets * 0, want.tiles * 0, want.tile_count * 0, 16)
+    routing = Routing(want.gather * 0, want.offsets * 0, want.tiles * 0, want.tile_count * 0, want.next_tile + 1, 16)
     q = Poisoned(x.shape, FP8)
     found = Poisoned((x.shape[0], groups(quant, x.shape[1])), torch.float32)
     given = found.tensor if scale is None else scale

@@ -17,10 +17,10 @@ def route(layer, block_m: int) -> Routing:
     rows, experts = layer.ids.numel(), layer.weights.experts
     tiles = make_plan(layer, GemmConfig(block_m, 64, 64, 4, 3)).max_tiles
     shapes = dict(gather=(rows, 1), offsets=(experts + 1, 1), tiles=(tiles, 4), tile_count=(1, 1))
-    shapes["counts"] = (route_programs(rows), experts)
+    shapes |= dict(next_tile=(2, 1), counts=(route_programs(rows), experts))
     memory = {name: Poisoned(shape, torch.int32, UNWRITTEN) for name, shape in shapes.items()}
-    gather, offsets, count = (memory[name].tensor.view(-1) for name in ("gather", "offsets", "tile_count"))
-    routing = Routing(gather, offsets, memory["tiles"].tensor, count, block_m)
+    flat = {name: memory[name].tensor.view(-1) for name in ("gather", "offsets", "tile_count", "next_tile")}
+    routing = Routing(tiles=memory["tiles"].tensor, block_m=block_m, **flat)
     route_rows(layer.ids, experts, routing, memory["counts"].tensor, layer.expert_map)
     for buffer in memory.values():
         buffer.check()
@@ -35,7 +35,7 @@ def check(layer, block_m: int):
     assert torch.equal(found.gather[:rows], want.gather[:rows]), "order within an expert is by slot"
     assert torch.equal(found.tiles[:tiles, :3], want.tiles[:, :3])
     assert (found.tiles[tiles:, 0] == -1).all(), "the list of tiles does not end"
-    assert found.tile_count.tolist() == [tiles]
+    assert found.tile_count.tolist() == [tiles] and found.next_tile.tolist() == [0, 0]
 
 
 def sizes(**fields) -> Case:

@@ -8,7 +8,7 @@ import pytest
 from expertile import tune
 from expertile.errors import ExpertileError
 from expertile.hardware import H200
-from expertile.plans import Stream
+from expertile.plans import Backend, Stream
 from expertile.policy import decide
 from expertile.policy.rules import stream_reasons, tile_reasons
 from expertile.problem import LAYERS, named_problem
@@ -34,19 +34,23 @@ def test_candidates_can_run_and_are_different(name, quant):
 
 def test_the_fastest_wins_but_not_by_noise():
     plans = tune.candidates(named_problem("64,64,8,2", 512, "bf16"), H200)
-    default = tune._default(plans, H200)
-    assert default is not None
-    other = (default + 1) % len(plans)
     slow = dict.fromkeys(range(len(plans)), 50.0)
-    assert tune._winner(plans, slow | {default: 10.05, other: 10.0}, H200)["time_us"] == 10.05
-    assert tune._winner(plans, slow | {default: 10.5, other: 10.0}, H200)["time_us"] == 10.0
-    assert tune._winner(plans, {}, H200) is None
+    assert tune._winner(plans, slow | {0: 10.05, 1: 10.0})["time_us"] == 10.05
+    assert tune._winner(plans, slow | {0: 10.5, 1: 10.0})["time_us"] == 10.0
+    assert tune._winner(plans, {}) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 512, 4096])
+def test_the_first_candidate_is_what_is_chosen_without_a_table(tokens):
+    problem = named_problem("96,160,8,2", tokens, "fp16")  # no table has fp16
+    first, chosen = tune.candidates(problem, H200)[0], decide(problem, H200, Backend.TRITON)
+    assert (first.stream, first.gemm1, first.gemm2) == (chosen.stream, chosen.gemm1, chosen.gemm2)
 
 
 def test_a_table_is_added_to_and_read_back(tmp_path):
     path = tmp_path / "h200.json"
     plans = tune.candidates(named_problem("64,64,8,2", 4, "bf16"), H200)
-    first = tune._winner(plans, {0: 3.0}, H200)
+    first = tune._winner(plans, {0: 3.0})
     tune.write(path, [first], {"gpu": "h200"})
     tune.write(path, [{**first, "time_us": 2.0}, {**first, "tokens": 8}], {"gpu": "h200"})
     table = json.loads(path.read_text())

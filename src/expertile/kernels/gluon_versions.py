@@ -7,4 +7,5 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-cp_async_arrive = async_copy.mbarrier_arrive
+cp_async_commit = async_copy.commit_group
+cp_async_wait = async_copy.wait_group

@@ -57,12 +57,13 @@ def _inv_rope_quant_kernel(
     cos_sin_ptr,  # [max_pos, 64]
     q_ptr,  # [GROUPS, T, HEADS / GROUPS * 512]
     scale_ptr,  # [GROUPS, HEADS / GROUPS * 4, T rounded up to 4]
-    stride_ot,  # both in units of 8 values
+    stride_ot,  # both in units of UNIT values
     stride_oh,
     tokens,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -78,7 +79,7 @@ def _inv_rope_quant_kernel(
     turned = tl.arange(0, 64)
     pair = tl.arange(0, 32)
     keep = exists[:, None] & (n < 448)[None, :]
-    o_row = o_ptr + (t * stride_ot + head.to(tl.int64) * stride_oh)[:, None] * 8
+    o_row = o_ptr + (t * stride_ot + head.to(tl.int64) * stride_oh)[:, None] * UNIT
     x = tl.load(o_row + n[None, :], mask=keep, other=0.0)
     y = tl.load(o_row + 448 + turned[None, :], mask=exists[:, None], other=0.0)
     position = tl.load(positions_ptr + t, mask=exists, other=0).to(tl.int64)
@@ -124,23 +125,31 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     padded = -(-tokens // TOKENS) * TOKENS
     out = _memory("out", out, (groups, tokens, width), torch.float8_e4m3fn, o.device)
     scales = _memory("scales", scales, (groups, width // BLOCK, padded), torch.float32, o.device)
-    if tokens:
-        constants, options = _constants(heads, groups, o.is_cuda)
-        _inv_rope_quant_kernel[(padded // TOKENS * heads,)](
-            o, positions, cos_sin, out, scales, o.stride(0) // UNIT, o.stride(1) // UNIT, tokens, **constants, **options
-        )
+    launch(o, positions, cos_sin, out, scales)
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
-def _constants(heads: int, groups: int, pdl: bool) -> tuple[dict, dict]:
+def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit: int = UNIT) -> None:
+    """Of arguments that are known to fit. `kernel` and `unit` differ only where their worth is measured."""
+    tokens, heads, _ = o.shape
+    groups, _, padded = scales.shape
+    if not tokens:
+        return
+    constants, options = _constants(heads, groups, o.is_cuda, unit)
+    kernel[(padded // TOKENS * heads,)](
+        o, positions, cos_sin, out, scales, o.stride(0) // unit, o.stride(1) // unit, tokens, **constants, **options
+    )
+
+
+def _constants(heads: int, groups: int, pdl: bool, unit: int = UNIT) -> tuple[dict, dict]:
     """The constexpr arguments of a launch, and its options."""
-    constants = dict(HEADS=heads, GROUPS=groups, TOKENS=TOKENS, PDL=pdl)
+    constants = dict(HEADS=heads, GROUPS=groups, TOKENS=TOKENS, UNIT=unit, PDL=pdl)
     return constants, dict(num_warps=1, **({"launch_pdl": True} if pdl else {}))
 
 
-def signature(heads: int, groups: int, positions="i64", pdl=True) -> Specialization:
+def signature(heads: int, groups: int, positions="i64", pdl=True, unit: int = UNIT) -> Specialization:
     """What fused_inv_rope_fp8_quant asks the compiler for, with any number of tokens."""
-    constants, options = _constants(heads, groups, pdl)
+    constants, options = _constants(heads, groups, pdl, unit)
     pointers = dict(o_ptr="*bf16", cos_sin_ptr="*fp32", q_ptr="*fp8e4nv", scale_ptr="*fp32")
     types = dict(pointers, positions_ptr=f"*{positions}", stride_ot="i32", stride_oh="i32", tokens="i32")
     types |= dict.fromkeys(constants, "constexpr")

@@ -44,8 +44,8 @@ def _count_rows(
 
 @triton.jit
 def _place_rows(
-    ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, pid, slots, total, max_tiles,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr,
+    ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, next_tile_ptr, pid, slots,
+    total, max_tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, BLOCK)
@@ -86,6 +86,7 @@ def _place_rows(
         tiles = tl.sum(tl.where(bins < EXPERTS, tile_count, 0))
         tl.store(offsets_ptr + bins, offset, mask=bins <= EXPERTS)
         tl.store(tile_count_ptr, tiles)
+        tl.store(next_tile_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
         for t0 in tl.range(tiles, max_tiles, BLOCK):
             tl.store(tiles_ptr + (t0 + place) * 4, tl.full((BLOCK,), -1, tl.int32), mask=t0 + place < max_tiles)
 
@@ -99,6 +100,7 @@ def _route_kernel(
     offsets_ptr,  # [EXPERTS + 1]
     tiles_ptr,  # [max_tiles, 4]
     tile_count_ptr,  # [1]
+    next_tile_ptr,  # [2]
     x_ptr,  # [T, WIDTH] to quantise, or None
     q_ptr,  # [T, WIDTH]
     scale_ptr,  # [1], [T] or [T, WIDTH / 128]
@@ -127,8 +129,8 @@ def _route_kernel(
         if STEP == "count":
             _count_rows(ids_ptr, map_ptr, counts_ptr, pid, slots, total, EXPERTS, BINS, BLOCK)
         else:
-            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, pid, slots,
-                        total, max_tiles, EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
+            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, next_tile_ptr, pid,
+                        slots, total, max_tiles, EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
     elif x_ptr is not None:
         row = (pid - programs).to(tl.int64) + tl.arange(0, 1)
         quantize_rows(x_ptr, q_ptr, scale_ptr, row, row >= 0, stride_xm, WIDTH, MODE, 1, X_BLOCK)
@@ -173,8 +175,8 @@ def route_rows(
         *tensors, stride, extra = something
         grid = programs + (0 if tensors[0] is None else x.shape[0])
         _route_kernel[(grid,)](
-            ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, routing.tile_count, *tensors, stride,
-            slots, total, routing.tiles.shape[0], programs, STEP=step, **constants, **extra, **_options(pdl),
+            ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, routing.tile_count,
+            routing.next_tile, *tensors, stride, slots, total, routing.tiles.shape[0], programs, STEP=step, **constants, **extra, **_options(pdl),
         )  # fmt: skip
         something = nothing
     return routing
@@ -185,8 +187,8 @@ def signature(
     static=False, pdl=True,
 ) -> tuple[Specialization, ...]:  # fmt: skip
     """What route_rows asks the compiler for: one Specialization a launch."""
-    types = dict.fromkeys(("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "tile_count_ptr", "map_ptr"), "*i32")
-    types |= dict(ids_ptr=f"*{id_type}", x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32")
+    types = dict.fromkeys(("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "tile_count_ptr", "next_tile_ptr"), "*i32")
+    types |= dict(map_ptr="*i32", ids_ptr=f"*{id_type}", x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32")
     types |= dict.fromkeys(("stride_xm", "slots", "total", "max_tiles", "programs"), "i32")
     constants = _constants(experts, rows, block_m, pdl)
     found, quantizing = [], quant is not Quant.NONE

@@ -48,7 +48,7 @@ def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None)
 
 
 def _plan(backend: Backend, problem: Problem, hardware: Hardware) -> Plan:
-    plan = Plan(problem, hardware.name, backend, floor_us=floor_us(problem, hardware))
+    plan = Plan(problem, hardware.name, backend, floor_us=floor_us(problem, hardware), sms=hardware.sms)
     if backend is not Backend.TRITON:
         return replace(plan, time_us=plan_us(plan, hardware), source="model")
     entry = table.nearest(problem, hardware.name)
@@ -118,6 +118,11 @@ def _tiles_in_words(plan: Plan) -> list[str]:
         return [
             f"gemm1 {plan.gemm1.name}, then {plan.gemm2.block_n} columns of all a token's experts a block are streamed",
             "no combine: a block has all slots of its token",
+        ]
+    if plan.gemm1.specialized:
+        return [
+            f"gemm1 and gemm2 {plan.gemm1.name}: a block on every SM takes tile after tile of 128 rows; three of its warps "
+            "load, eight multiply 64 rows each four"
         ]
     side = "sit on WGMMA's narrow side, weight rows fill its 64 rows" if plan.gemm1.swap else "fill WGMMA's 64-row side"
     return [f"gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {plan.gemm1.block_m} tokens a tile {side}"]

@@ -85,6 +85,11 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
     for name in ("hidden", "inter"):
         if getattr(problem, name) % 32:
             found.append(f"specialized: {name}={getattr(problem, name)} is no multiple of 32, the rows of w reordered at once")
+    for name in ("hidden", "inter"):
+        if getattr(problem, name) * item % 16:
+            found.append(f"specialized: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
+    if problem.tokens * problem.hidden * item >= GATHERED_BYTES:
+        found.append(f"specialized: x of {problem.tokens * problem.hidden * item} bytes, {GATHERED_BYTES} can be gathered")
     if problem.quant is Quant.FP8_BLOCK and act.gated and act.interleaved:
         found.append("specialized: gate and up rows alternate within a scale block")
     if problem.quant is Quant.FP8_BLOCK and act.gated and problem.inter % BLOCK:
@@ -92,6 +97,7 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
     return found
 
 
+GATHERED_BYTES = 2**35  # rows of x are found by 32-bit numbers of 16-byte pieces
 STREAM_BYTES = 131072  # weights that one block of stream_down holds in registers
 
 

@@ -9,6 +9,9 @@ from .rules import stream_reasons, tile_reasons
 
 STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
+#: block_k -> the tile of 128 x 256 x 128 bytes whose blocks stay on their SM
+SPECIALIZED = {k: GemmConfig(128, 256, k, 12, 4, False, 8, specialized=True) for k in (64, 128)}
+
 
 def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
     """Whether GEMM1's epilogue sees all values behind one scale of h: given ahead, or a block within the tile."""
@@ -43,10 +46,10 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
         ladder = [(GemmConfig(16, 128, wide, 4, 4, True, 1, True),) * 2]
     elif rows <= 24:
         ladder = [(GemmConfig(32, 128, wide, 4, 4, True, 1, True),) * 2]
-    elif rows <= 48 or block:
+    elif rows <= 48:
         ladder = [(GemmConfig(64, 128, wide, 4, 4, False, 8),) * 2]
     else:
-        ladder = [(GemmConfig(128, 256, wide, 8, 4, False, 8),) * 2, (GemmConfig(128, 128, wide, 8, 3, False, 16),) * 2]
+        ladder = [(SPECIALIZED[wide],) * 2, (GemmConfig(64 if block else 128, 128, wide, 4 if block else 8, 3, False, 8),) * 2]
     ladder += [(GemmConfig(pair[0].block_m, 128, wide, 4, 4, True),) * 2 for pair in ladder if pair[0].tma]
     ladder.append((GemmConfig(16, 64, wide, 4, 3, True),) * 2)
     for gemm1, gemm2 in ladder:
@@ -55,4 +58,4 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
     return ladder[-1]
 
 
-__all__ = ["STREAM_ROWS", "choose_tiles", "fused_quant", "stream_reasons", "stream_tiles"]
+__all__ = ["SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "stream_reasons", "stream_tiles"]

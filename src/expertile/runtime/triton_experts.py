@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..kernels import combine, grouped_gemm, hopper_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
 from ..kernels.tiles import Product, Specialization
@@ -10,6 +12,9 @@ from ..problem import Quant
 from ..routing import Routing
 from ..weights import Weights
 from .workspace import Workspace
+
+
+ROUTED = ("gather", "offsets", "tiles", "tile_count", "next_tile")
 
 
 def products(plan: Plan, split_scale: bool) -> tuple[Product, Product]:
@@ -64,13 +69,13 @@ def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
 def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
     p, pdl, quantized = plan.problem, plan.pdl, plan.problem.quant is not Quant.NONE
     product1, product2 = products(plan, w.split_scale)
-    routing = Routing(t["gather"], t["offsets"], t["tiles"], t["tile_count"], plan.gemm1.block_m)
+    routing = Routing(**{name: t[name] for name in ROUTED}, block_m=plan.gemm1.block_m)
     x_scale, h_scale = (t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)) if quantized else (None, None)
     quantizing = dict(x=x, x_q=t["x_q"], x_scale=x_scale, quant=p.quant, static=p.static_scale) if quantized else {}
     row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=pdl, **quantizing)
     streamed = plan.stream is Stream.DOWN
     h = t["h_q"] if plan.fuse_quant and not streamed else t["h"]
-    gemm(plan.gemm1)(
+    gemm(plan.gemm1, plan.sms)(
         t["x_q"] if quantized else x, w.w13, routing, plan.gemm1, product1, h, pdl=pdl, x_scale=x_scale,
         w_scale=w.w13_scale, y_scale=h_scale if product1.out_quant else None, bias=w.w13_bias,
         probs=probs if p.weight_on_input else None,
@@ -80,7 +85,7 @@ def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
     if quantized and not plan.fuse_quant:
         rows = routing.offsets[p.experts :]
         h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=pdl)
-    gemm(plan.gemm2)(
+    gemm(plan.gemm2, plan.sms)(
         h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=pdl, x_scale=h_scale, w_scale=w.w2_scale, bias=w.w2_bias
     )
     return combine.combine(
@@ -94,10 +99,11 @@ def _kernel(config: GemmConfig):
     return hopper_gemm if config.specialized else swapped_gemm if config.tma else grouped_gemm
 
 
-def gemm(config: GemmConfig):
+def gemm(config: GemmConfig, sms: int):
     """The launcher of the product that this tile is for."""
-    file = _kernel(config)
-    return getattr(file, file.__name__.rpartition(".")[2])
+    if config.specialized:
+        return partial(hopper_gemm.hopper_gemm, programs=sms)
+    return swapped_gemm.swapped_gemm if config.tma else grouped_gemm.grouped_gemm
 
 
 def specializations(plan: Plan, split_scale: bool = False, mapped: bool = False) -> list[Specialization]:
