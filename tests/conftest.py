@@ -3,7 +3,9 @@
 unit          nothing but Python
 numerics      kernels against the oracle: on a GPU as they are, else in Triton's interpreter (TRITON_INTERPRET=1)
 compile       kernels compiled for sm_90a, no GPU
+guard         Triton, no GPU: launches go to a driver made for the tests
 transformers  needs the extra `transformers`
+vllm          vLLM's Python files, see tests/vllm/fetch.py; skipped by name without them
 readme        needs torch
 gpu           needs a Hopper GPU, like every test with the marker `gpu`
 
@@ -40,7 +42,7 @@ def why_not(item) -> str:
         return "" if hopper() else "needs a Hopper GPU (compute capability 9.0)"
     if folder == "numerics" and not INTERPRETER and not hopper():
         return "needs a Hopper GPU, or TRITON_INTERPRET=1 (as in `make numerics`)"
-    if folder == "compile":
+    if folder in ("compile", "guard"):
         if INTERPRETER:
             return "TRITON_INTERPRET is set: Triton's own library is interpreted and cannot be compiled"
         if importlib.util.find_spec("triton") is None:

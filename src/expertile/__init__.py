@@ -14,6 +14,7 @@ _HOME = {
     "plan": "api",
     "warm": "warming",
     "explain": "api",
+    "fused_inv_rope_fp8_quant": "kernels.inv_rope_quant",
     "Problem": "problem",
     "Activation": "problem",
     "Router": "router",
@@ -24,6 +25,7 @@ _HOME = {
     "Weights": "weights",
     "Workspace": "runtime.workspace",
     "ExpertileError": "errors",
+    "Recompiled": "errors",
     "ShapeError": "errors",
     "UnsupportedProblem": "errors",
 }

@@ -1,4 +1,7 @@
-"""The command `expertile`: explain, demo, bench, tune, version. Each command imports its room only when it runs."""
+"""The command `expertile`: explain, demo, bench, tune, watch, audit, cache, version.
+
+Each command imports its room only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from . import cli_cache, cli_watch
+from .cli_audit import audit
 from .errors import ExpertileError, ShapeError
 
 app = typer.Typer(
@@ -78,6 +83,11 @@ def tune(
         entries = measure(problem, quant, counts, setting, replays=replays, report=lambda entry: progress.advance(task))
     write(out, entries, setting.shared)
     print(f"{len(entries)} entries in {out}")
+
+
+app.command(context_settings=cli_watch.SETTINGS)(cli_watch.watch)
+app.command()(audit)
+app.add_typer(cli_cache.app, name="cache")
 
 
 @app.command()

@@ -1,14 +1,16 @@
-"""The command `expertile bench`: experts, layer, report. What each measures is in benchmarks/README.md."""
+"""The command `expertile bench`: experts, layer, vllm, report. What each measures is in benchmarks/README.md."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .bench import serve_commands
 from .errors import ExpertileError
 
 app = typer.Typer(
@@ -75,6 +77,60 @@ def measure(
 
 app.command("experts", help="A layer's experts: top-k ids and weights given; quantisation of x included.")(measure)
 app.command("layer", help="A whole layer: router logits in, output out.")(measure)
+app.command("vllm")(serve_commands.vllm)
+app.command("vllm-same")(serve_commands.vllm_same)
+
+
+@app.command()
+def rope(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="deepseek-v4-flash, deepseek-v4-flash-tp8, or HEADS,GROUPS; may be repeated"),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="1,8,64 or 1-16384 (its powers of two)")] = "1-16384",
+    impl: Annotated[
+        str, typer.Option(help="some of expertile,vllm-triton,torch-copy,expertile:unaligned,expertile:specialised")
+    ] = "expertile,vllm-triton,torch-copy",
+    cold: Annotated[
+        bool, typer.Option("--cold", help="instead: every count from 1 to the most of --tokens, nothing compiled yet")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="appended to", show_default="benchmarks/results/<date>-<gpu>-rope.jsonl")
+    ] = None,
+    replays: Annotated[int, typer.Option(help="the median is taken over these")] = 15,
+    sets: Annotated[int, typer.Option(help="calls in one CUDA graph at least, each with its own input")] = 8,
+    seed: Annotated[int, typer.Option(help="of inputs")] = 0,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="for the rows, where there is no git checkout")] = None,
+):
+    """DeepSeek-V4's inverse-RoPE + fp8 kernel: ours, vLLM's, and a copy of as many bytes."""
+    from rich.console import Console
+
+    from .bench import inv_rope, rows
+    from .bench.inv_rope_contenders import contenders
+    from .bench.runner import Request
+
+    shapes, counts = tuple(shape or inv_rope.SHAPES), parse_tokens(tokens)
+    for name in shapes:
+        inv_rope.shape(name)
+    setting = setting_of(device, commit)
+    chosen = contenders(setting.device, _split(impl))
+    if cold:
+        counts, chosen = (max(counts),), [each for each in chosen if each.kernel]
+    request = Request(inv_rope.BENCH, shapes, (inv_rope.QUANT,), counts, sets=sets, replays=replays, seed=seed)
+    measured: list[dict] = []
+
+    def outcomes():
+        streams = (inv_rope.cold(name, range(1, counts[0] + 1), chosen, setting, seed) for name in shapes)
+        for outcome in chain.from_iterable(streams) if cold else inv_rope.run(request, chosen, setting):
+            measured.extend([outcome.row] if outcome.row else [])
+            yield outcome
+
+    good = _follow(outcomes(), request, chosen, out or rows.default_path(setting.shared, "rope"))
+    for made in inv_rope.tables(measured):
+        Console().print(made)
+    if not good:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,7 +11,8 @@ import typer
 
 from .errors import ExpertileError
 
-#: Options end where the command begins, with or without `--`.
+LOG_WIDTH = 160  # of the table where stderr is no terminal
+#: For typer: options of ours end where the command begins, with or without `--`.
 SETTINGS = dict(allow_interspersed_args=False, ignore_unknown_options=False)
 
 
@@ -48,16 +49,23 @@ def _report(watched, out: Path | None) -> None:
     from .guard.report import causes, table
 
     found, console = causes(watched.events), Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=LOG_WIDTH)
     for line in _remarks(watched):
         console.print(line, markup=False, highlight=False)
     if found:
         console.print(table(found))
     lost = sum(cause.ms for cause in found)
-    summary = f"{len(watched.events)} events of {len(found)} causes, {lost:.0f} ms" if found else "nothing was compiled"
+    counts = f"{_count(len(watched.events), 'event')} of {_count(len(found), 'cause')}, {lost:.0f} ms"
+    summary = counts if found else "nothing was compiled"
     if watched.ready and watched.processes:
         console.print(f"expertile watch: {summary} after readiness", markup=False, highlight=False)
     if out is not None:
         out.write_text(json.dumps(asdict(watched) | {"causes": [asdict(cause) for cause in found]}, indent=1) + "\n")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _remarks(watched) -> list[str]:
@@ -66,6 +74,8 @@ def _remarks(watched) -> list[str]:
     if not watched.processes:
         said.append("no Python process of the program imported Triton")
     elif not watched.ready:
-        said.append("the guard was never armed: no line matched, no time came, and nobody called expertile.guard.ready()")
+        said.append(
+            "the guard was never armed: no line matched, no time came, and nobody called expertile.guard.ready()"
+        )
     said += [f"process {each['pid']} was not watched: {each['error']}" for each in watched.processes if each["error"]]
     return [f"expertile watch: {line}" for line in said]

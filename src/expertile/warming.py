@@ -63,8 +63,8 @@ def warm(
         x = torch.zeros(tokens, weights.hidden, dtype=DTYPES[weights.dtype], device=weights.device)
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=weights.device).view(tokens, top_k) % total
         moe(
-            x, weights, ids, torch.ones(ids.shape, device=ids.device), expert_map=expert_map, hardware=hardware,
-            weight_on_input=weight_on_input, scaling_factor=scaling_factor, workspace=workspace,
+            x, weights, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device), expert_map=expert_map,
+            hardware=hardware, weight_on_input=weight_on_input, scaling_factor=scaling_factor, workspace=workspace,
         )  # fmt: skip
         report(done, len(points))
     return points

@@ -102,8 +102,8 @@ class Operands:
 
 
 def check(layer, config: GemmConfig, gemms=(1, 2), backwards=False):
-    for gemm in gemms:
-        operands = Operands(layer, config, gemm)
+    for which in gemms:
+        operands = Operands(layer, config, which)
         y, exact = operands.run(), operands.exact()
         left = torch.ones(len(y), dtype=torch.bool, device=DEVICE)
         left[operands.written] = False
@@ -111,9 +111,9 @@ def check(layer, config: GemmConfig, gemms=(1, 2), backwards=False):
         rounding = row_error(exact.to(y.dtype), exact)
         assert rounding < 8e-3, "rounding alone is off: the bar would mean nothing"
         bar = 1.5 * rounding + EPSILON + (0.0 if operands.x_scale is None else FP8_SUM)
-        assert row_error(y[operands.written], exact) <= bar, f"gemm{gemm}"
+        assert row_error(y[operands.written], exact) <= bar, f"gemm{which}"
 
-        again = Operands(layer, config, gemm, backwards=True).run() if backwards else y
+        again = Operands(layer, config, which, backwards=True).run() if backwards else y
         assert torch.equal(again.view(torch.int16), y.view(torch.int16)), "depends on the order of the tiles"
 
 

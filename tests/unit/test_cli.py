@@ -59,7 +59,10 @@ def test_an_unknown_command_is_refused():
 
 def test_help_names_every_command():
     text = expertile("--help").stdout
-    assert all(f"\n  {command} " in text for command in ("explain", "demo", "bench", "version"))
+    assert all(
+        f"\n  {command} " in text
+        for command in ("explain", "demo", "bench", "tune", "watch", "audit", "cache", "version")
+    )
 
 
 def test_version_names_what_a_report_needs():

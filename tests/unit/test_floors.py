@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-WITHOUT_TORCH = ["errors", "problem", "hardware", "router", "plans", "policy", "cli"]
+WITHOUT_TORCH = ["errors", "problem", "hardware", "router", "plans", "policy", "audit", "guard", "cli_audit", "cli"]
 
 
 def imported_with(statement: str) -> set[str]:

@@ -13,69 +13,27 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
 
 from ..errors import ExpertileError
-from ..kernels import inv_rope_quant
 from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM, inverse_rope
 from ..runtime.measure import capture, interleave
 from . import check, rows
-from .peers.vllm import missing, vllm_session
+from .inv_rope_contenders import COPY, OURS, Call, Contender, bytes_moved
 from .runner import Outcome, Request, Setting, State
+from .runner import _attempt as attempt
+from .table import is_ours
 
 BENCH, COLD, QUANT = "quant", "cold", "fp8_block"
 MAX_POS, MOST_SETS = 16_384, 64
 #: name -> (heads, groups) on one GPU.
 SHAPES = {"deepseek-v4-flash": (64, 8), "deepseek-v4-flash-tp8": (8, 1)}
 _SHAPE = re.compile(r"(\d+),(\d+)")
-OURS, VLLM, COPY = "expertile", "vllm-triton", "torch-copy"
-IMPLEMENTATIONS = (OURS, VLLM, COPY)
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """o [T, heads, 512] bf16, positions [T] int64, cos_sin [MAX_POS, 64] fp32."""
-
-    o: torch.Tensor
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    groups: int
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to do it.
-
-    load     imports what it needs; gives run(call) -> (q [T, groups, D], scales [T, groups, D / 128])
-    kernel   the Triton kernel, once loaded, whose compilations `cold` counts
-    checked  False for the copy, which computes nothing
-    """
-
-    name: str
-    reasons: Sequence[str]
-    load: Callable[[], Callable[[Call], tuple]]
-    kernel: Callable[[], object] | None = None
-    checked: bool = True
-
-
-def contenders(device: torch.device, names: Sequence[str] = IMPLEMENTATIONS) -> list[Contender]:
-    """Those named; what is not on this machine has its reasons."""
-    here = [] if device.type == "cuda" else ["needs a GPU"]
-    vllm = rows.version("vllm")
-    known = {
-        OURS: Contender(OURS, here, _load_ours, lambda: inv_rope_quant._inv_rope_quant_kernel),
-        VLLM: Contender(f"vllm-{vllm}-triton" if vllm else VLLM, missing(device), _load_vllm, _vllm_kernel),
-        COPY: Contender(COPY, [], _load_copy, checked=False),
-    }
-    for name in names:
-        if name not in known:
-            raise ExpertileError(f"impl={name!r} is not known: use some of {', '.join(IMPLEMENTATIONS)}, or all")
-    return [known[name] for name in names]
 
 
 def shape(name: str) -> tuple[int, int]:
@@ -91,18 +49,12 @@ def shape(name: str) -> tuple[int, int]:
     return heads, groups
 
 
-def bytes_moved(tokens: int, heads: int) -> int:
-    """o read, q and scales written, and of each token its position and its cos and sin, once."""
-    return tokens * (heads * (HEAD_DIM * 3 + HEAD_DIM // BLOCK * 4) + 8 + ROPE_DIM * 4)
-
-
 def make_calls(tokens: int, heads: int, groups: int, setting: Setting, sets: int, seed: int) -> list[Call]:
     """At least `sets` calls, more while they are small."""
     fill = math.ceil(2 * setting.hardware.l2_bytes / bytes_moved(tokens, heads))
     generator = torch.Generator(setting.device).manual_seed(seed)
-    turn = torch.arange(MAX_POS, device=setting.device)[:, None] * 10_000.0 ** -(
-        torch.arange(32, device=setting.device) / 32
-    )
+    speed = 10_000.0 ** -(torch.arange(ROPE_DIM // 2, device=setting.device) / (ROPE_DIM // 2))
+    turn = torch.arange(MAX_POS, device=setting.device)[:, None] * speed
     cos_sin = torch.cat([turn.cos(), turn.sin()], 1)
     made = []
     for _ in range(max(sets, min(MOST_SETS, fill))):
@@ -132,30 +84,29 @@ def _cell(name: str, tokens: int, usable: Mapping, request: Request, setting: Se
     calls = make_calls(tokens, heads, groups, setting, request.sets, request.seed)
     errors, replays, kept = {}, {}, {}
     for contender, ready in usable.items():
-        found = _errors(ready, calls[0]) if contender.checked else torch.zeros(1)
-        if wrong := check.red(found, check.FP8_BAR):
-            yield Outcome(contender.name, State.WRONG, name, QUANT, tokens=tokens, message=wrong)
+        found, crash = torch.zeros(1), None
+        if contender.checked:
+            found, crash = attempt(partial(_errors, ready, calls[0]), contender.name, setting.device)
+        if wrong := crash or check.red(found, check.FP8_BAR):
+            state = State.CRASHED if crash else State.WRONG
+            yield Outcome(contender.name, state, name, QUANT, tokens=tokens, message=wrong)
             continue
         errors[contender.name] = found.max().item()
-        work = [_keeping(kept, (contender.name, index), ready, call) for index, call in enumerate(calls)]
+        work = [partial(_keep, kept, (contender.name, index), ready, call) for index, call in enumerate(calls)]
         replays[contender.name] = capture(work, setting.device.type == "cuda")
     floor = 1e6 * bytes_moved(tokens, heads) / setting.hardware.hbm_bytes_per_s
     for contender, timing in interleave(replays, request.replays).items():
         row = rows.make(
             BENCH, setting.shared, impl=contender, problem=name, quant=QUANT, tokens=tokens,
             time_us=round(timing.median, 3), floor_us=round(floor, 3), err=round(errors[contender], 6),
-            plan="4x512 w1" if contender == OURS else "", p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
+            plan="4x512 w1" if is_ours(contender) else "", p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
         )  # fmt: skip
         yield Outcome(contender, State.MEASURED, name, QUANT, tokens=tokens, row=row)
 
 
-def _keeping(kept: dict, key, ready, call: Call):
-    """The call, whose result lives until the same call is made again: no two calls of a graph write to one place."""
-
-    def work():
-        kept[key] = ready(call)
-
-    return work
+def _keep(kept: dict, key, ready, call: Call) -> None:
+    """The result lives until the same call is made again: no two calls of a graph write to one place."""
+    kept[key] = ready(call)
 
 
 def _errors(ready, call: Call) -> torch.Tensor:
@@ -229,55 +180,51 @@ def _loaded(chosen: Iterable[Contender], setting: Setting, stack: ExitStack) -> 
             yield contender, None, "; ".join(contender.reasons)
             continue
         try:
-            if contender.load is _load_vllm:
-                stack.enter_context(vllm_session())
+            stack.enter_context(contender.session())
             yield contender, contender.load(), ""
         except ImportError as error:
             yield contender, None, f"{type(error).__name__}: {error}"
 
 
-def _load_ours():
-    return lambda call: inv_rope_quant.fused_inv_rope_fp8_quant(call.o, call.positions, call.cos_sin, call.groups)
+def tables(found: Sequence[Mapping]) -> list[Table]:
+    """One of each shape, and one of all `cold` rows."""
+    timed = [row for row in found if row["bench"] == BENCH]
+    made = [_table(name, [row for row in timed if row["problem"] == name]) for name in _names(timed, "problem")]
+    colds = [row for row in found if row["bench"] == COLD]
+    return made + ([_cold_table(colds)] if colds else [])
 
 
-def _load_vllm():
-    from vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant import fused_inv_rope_fp8_quant
-
-    return lambda call: fused_inv_rope_fp8_quant(
-        call.o, call.positions, call.cos_sin, n_groups=call.groups, heads_per_group=call.o.shape[1] // call.groups
-    )
-
-
-def _vllm_kernel():
-    from vllm.models.deepseek_v4.common.ops import fused_inv_rope_fp8_quant  # the package gives the function this name
-
-    return fused_inv_rope_fp8_quant.__globals__["_fused_inv_rope_fp8_quant_per_head"]
-
-
-def _load_copy():
-    """Reads half and writes half of the bytes that the kernel moves: its time is what copy bandwidth allows."""
-    return lambda call: call.o.view(torch.uint8).view(-1)[: bytes_moved(*call.o.shape[:2]) // 2 // 16 * 16].clone()
-
-
-def table(found: Sequence[Mapping], problem: str) -> Table:
-    """Times, ours against the peer (above 1, we are faster), and ours as a share of copy bandwidth."""
+def _table(problem: str, found: Sequence[Mapping]) -> Table:
+    """Times, the peer's over ours (above 1, we are faster), and ours as a share of copy bandwidth."""
     lines: dict[int, dict[str, float]] = {}
     for row in found:
-        if row["bench"] == BENCH and row["problem"] == problem:
-            lines.setdefault(row["tokens"], {})[row["impl"]] = row["time_us"]
-    names = list(dict.fromkeys(name for line in lines.values() for name in line))
+        lines.setdefault(row["tokens"], {})[row["impl"]] = row["time_us"]
+    names = _names(found, "impl")
     made = Table(title=f"inverse rope {problem}, us", title_justify="left")
     for heading in ("tokens", *names, "peer / ours", "copy / ours"):
         made.add_column(heading.replace("-", " "), justify="right")
     for tokens, line in sorted(lines.items()):
-        peer = min((us for name, us in line.items() if name not in (OURS, COPY)), default=None)
+        peer = min((us for name, us in line.items() if name != COPY and not is_ours(name)), default=None)
         ratios = [_ratio(us, line.get(OURS)) for us in (peer, line.get(COPY))]
         made.add_row(str(tokens), *(f"{line[name]:.2f}" if name in line else "-" for name in names), *ratios)
     return made
+
+
+def _cold_table(found: Sequence[Mapping]) -> Table:
+    made = Table(title="nothing compiled yet, ms for the whole stream", title_justify="left")
+    for name in ("problem", "what", "impl", "first_ms", "steady_ms", "compiles"):
+        made.add_column(name)
+    for row in found:
+        made.add_row(*(str(row[column.header]) for column in made.columns))
+    return made
+
+
+def _names(found: Sequence[Mapping], field: str) -> list[str]:
+    return list(dict.fromkeys(row[field] for row in found))
 
 
 def _ratio(other: float | None, ours: float | None) -> str:
     return f"{other / ours:.2f}" if other and ours else "-"
 
 
-__all__ = ["cold", "contenders", "run", "shape", "table"]
+__all__ = ["cold", "run", "shape", "tables"]

@@ -53,7 +53,7 @@ BENCHES = {
     },
 }
 #: What a row may have beside them: the spread of its replays, and the router of a layer.
-OPTIONAL = {"p10_us": POSITIVE, "p90_us": POSITIVE, "router": TEXT}
+OPTIONAL = {"p10_us": POSITIVE, "p90_us": POSITIVE, "router": TEXT, "tpot_ms_p99": NUMBER}
 
 
 def environment(gpu: str, commit: str | None = None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The guard: after `seal()` a Triton or Gluon kernel that would be compiled is an event that names the argument to blame.
+"""The guard: once sealed, a Triton or Gluon kernel that would be compiled is an event that names the argument to blame.
 
 Importing it imports neither torch nor triton; `seal` and `warm` import Triton when they are called.
 """

@@ -24,16 +24,13 @@ KINDS = {
     "none": ("None or not", "always pass {name}, or never, or warm both"),
     "dtype": ("type", "warm {name} with each type that it will have"),
     "attribute": ("attribute", "warm both"),
-    "constexpr": (
-        "constexpr value",
-        "bucket {name} (round it up to a few values) or make it a run-time argument if it follows a run-time size, "
-        "else warm each value",
-    ),
+    "constexpr": ("constexpr value", "warm each value of {name}"),
     "option": ("option", "launch with the same {name}, or warm each value"),
     "spelling": ("options written differently", "give the options in the same order and number at every launch"),
     "device": ("device", "warm on every device of the process"),
     "first": ("never compiled before", "warm it before sealing"),
-    "again": ("compiled before", "keep the kernel's object: a new one, or a changed source, starts with an empty cache"),
+    "untuned": ("never tuned before", "launch it before sealing, or fix the configuration"),
+    "again": ("compiled before", "keep the kernel's object: a new one or a changed source has an empty cache"),
     "autotune_key": (
         "autotune key",
         "take {name} out of key=[...] or bucket it if it follows a run-time size, warm each value, or fix the "
@@ -85,7 +82,12 @@ class Difference:
 
     @property
     def advice(self) -> str:
-        return KINDS[self.kind][1].format(name=self.argument.partition("[")[0])
+        if "[" in self.argument and self.kind in ("equal_1", "divisible_by_16", "address"):
+            return f"make {self.argument} an argument of its own (Triton always looks into tuples), or warm both"
+        if self.kind == "constexpr" and _is_number(self.now) and _is_number(self.before):
+            name = self.argument
+            return f"bucket {name}, or make it a run-time argument, if it follows a run-time size; else warm each value"
+        return KINDS[self.kind][1].format(name=self.argument)
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,11 @@ class Event:
     def to_dict(self) -> dict:
         """Plain values, for JSON."""
         return asdict(self) | {"cause": self.cause, "blame": self.blame, "advice": list(self.advice)}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

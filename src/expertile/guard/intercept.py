@@ -1,10 +1,10 @@
 """Triton's own functions that run only when something is compiled, tuned or loaded, wrapped while a guard is sealed.
 
 Why not `knobs.runtime.jit_cache_hook`: there is one, and whoever sets it later disarms the guard (vLLM's monitor and
-torch's NVSHMEM do that to the one for after); Triton 3.6 cannot call it for a kernel with a layout or a function among
-its constants, because it writes them as JSON first; and `triton.compile`, which Inductor uses, does not call it at all.
-So hooks are left alone and keep working. A launch whose kernel is in the process's cache reaches none of what is
-wrapped here.
+torch's NVSHMEM do that to the one for after); as long as one is set, launches of kernels with a Gluon layout among
+their constants (in Triton 3.6 also with a function) fail, because Triton writes those as JSON for it; and
+`triton.compile`, which Inductor uses, does not call it at all. So hooks are left alone and keep working. A launch whose
+kernel is in the process's cache reaches none of what is wrapped here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _points() -> list[tuple]:
         for owner, name, _ in points:
             getattr(owner, name)
     except (ImportError, AttributeError) as error:
-        raise ExpertileError(f"Triton {triton.__version__} is not one that the guard knows (3.6 to 3.8): {error}") from error
+        raise ExpertileError(
+            f"Triton {triton.__version__} is not one that the guard knows (3.6 to 3.8): {error}"
+        ) from error
     return points
 
 
@@ -160,7 +162,7 @@ def _on_disk(key: str, call: Call) -> bool:
     from triton import knobs
     from triton.runtime.cache import get_cache_manager
 
-    if knobs.compilation.always_compile or call.source is None:
+    if knobs.compilation.always_compile:
         return False
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
         key += knobs.runtime.add_stages_inspection_hook()[0]

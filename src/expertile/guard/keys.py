@@ -17,12 +17,15 @@ from .events import Difference
 
 _INTEGER = re.compile(r"[iu](8|16|32|64)")
 _LONGEST = 120  # characters of a value in a message
+_MOST_COMPARED = 256  # variants, the latest: a kernel with more of them is slow enough already
+#: Of two variants with as many differences the nearer one has these: another width is nearer than a constant.
+_DISTANCE = {"equal_1": 3, "none": 3, "dtype": 3, "width": 2}
 
 
 class Slot(NamedTuple):
     """One argument, or one element of a tuple, as the compiler sees it.
 
-    type      Triton's ("*bf16", "i32"); "constexpr" for constants, and for integers that are 1 and arguments that are None
+    type      Triton's ("*bf16", "i32"); "constexpr" for constants, which an integer 1 and an argument None are as well
     constant  its value as text
     marks     attributes ("tt.divisibility=16"); None where Triton looked for none
     """
@@ -57,7 +60,9 @@ def key_of(source, text: str = "", device: int | None = None) -> Key:
                 fill((*path, index), f"{label}[{index}]", element, declared)
             return
         constant = _constant(constants.get(path)) if kind == "constexpr" else None
-        slots[path] = Slot(label, str(kind), constant, None if constant is not None else _marks(attributes, path), declared)
+        slots[path] = Slot(
+            label, str(kind), constant, None if constant is not None else _marks(attributes, path), declared
+        )
 
     for position, (name, kind) in enumerate(source.signature.items()):
         declared = getattr(params.get(name), "is_constexpr", False)
@@ -70,8 +75,9 @@ def compiled_keys(fn) -> list[Key]:
     found = []
     for device, caches in list(getattr(fn, "device_caches", {}).items()):
         for text, kernel in list(caches[0].items()):
-            if "finalize_compile" in vars(kernel):  # a FutureKernel: asking it for anything else would wait for it
-                kernel = vars(kernel)["kernel"]
+            held = getattr(kernel, "__dict__", {})
+            if "finalize_compile" in held:  # a FutureKernel: asking it for anything else would wait for it
+                kernel = held["kernel"]
             source = getattr(kernel, "src", None)
             if source is not None and hasattr(source, "signature"):
                 found.append(key_of(source, text, device))
@@ -81,9 +87,9 @@ def compiled_keys(fn) -> list[Key]:
 def nearest(key: Key, others: list[Key], values: Mapping[str, object]) -> tuple[Key | None, tuple[Difference, ...]]:
     """The variant that differs least, the latest of several, and the differences."""
     best, found, least = None, (Difference("", "first", "no variant of this kernel was compiled before"),), None
-    for other in others:
+    for other in others[-_MOST_COMPARED:]:
         differences = tuple(compare(key, other, values))
-        weight = (len(differences), other.device == key.device and differences[0].kind != "device")
+        weight = (len(differences), sum(_DISTANCE.get(each.kind, 1) for each in differences))
         if least is None or weight <= least:
             best, found, least = other, differences, weight
     return best, found
@@ -144,7 +150,9 @@ def _words(slot: Slot | None, kind: str) -> str:
     if slot is None:
         return "absent"
     if kind == "equal_1":
-        return "1, which is a variant of its own" if slot.constant or slot.marks is None else f"{slot.type} other than 1"
+        return (
+            "1, which is a variant of its own" if slot.constant or slot.marks is None else f"{slot.type} other than 1"
+        )
     if kind in ("divisible_by_16", "address"):
         thing = "address " if kind == "address" else ""
         return f"{thing}divisible by 16" if slot.marks else f"{thing}not divisible by 16"

@@ -47,7 +47,7 @@ class _Here(threading.local):
 
 
 class Observer:
-    """The sealed guards of this process, and what they are told. Raises Recompiled where one of them is in mode error."""
+    """The sealed guards of this process, and what they are told. Raises Recompiled where one of them has mode error."""
 
     def __init__(self):
         self.guards: tuple = ()
@@ -76,10 +76,12 @@ class Observer:
     def kernel_made(self, source, load_ms: float) -> None:
         """A CompiledKernel exists: compiled if its compilation began here, else read from disk in load_ms."""
         here = self._here
+        if here.open and here.open.source is not source:
+            self.compile_failed(late=True)
         opened, here.open = here.open, None
         if here.busy or here.tuning:
             return
-        if opened and opened.source is source:
+        if opened:
             if opened.event:
                 self._deliver(replace(opened.event, ms=_since(opened.start)), opened.guards)
         elif armed := self._armed():
@@ -88,7 +90,8 @@ class Observer:
     def submitted(self, compile_fn: Callable, known: bool, on_disk: Callable[[Call], bool]) -> Callable:
         """compile_fn for another thread, so that the event there has the call site here; refused here if at all."""
         here, call, armed = self._here, look(), self._armed()
-        if not known and not here.busy and any(guard.mode == "error" for guard in armed) and not on_disk(call):
+        strict = not known and not here.busy and any(guard.mode == "error" for guard in armed)
+        if strict and call.source is not None and not on_disk(call):
             self._refuse(self._describe("compile", call.source, call), armed)
 
         def compile_elsewhere():
@@ -202,7 +205,7 @@ def _tuning_key(tuner, arguments: dict) -> list[tuple[str, str]]:
 
 def _tuning_differences(key: list[tuple[str, str]], known: list[tuple]) -> tuple[tuple[Difference, ...], tuple]:
     if not known:
-        return (Difference("", "first", "no key of this kernel was tuned before"),), ()
+        return (Difference("", "untuned", "no key of this kernel was tuned before"),), ()
     best, fewest = (), None
     for other in known:
         found = tuple(

@@ -51,18 +51,15 @@ def _note(seen: list, value) -> None:
 def table(found: list[Cause]):
     """The causes as a rich Table."""
     from rich.table import Table
+    from rich.text import Text  # brackets in it are no markup
 
-    made = Table(title="after readiness", title_justify="left", show_lines=True)
-    for name, justify in (("kernel", "left"), ("what differs", "left"), ("times", "right"), ("ms", "right")):
+    made = Table(show_lines=True)
+    for name, justify in (("times", "right"), ("ms", "right"), ("what differs", "left"), ("where, what to do", "left")):
         made.add_column(name, justify=justify, overflow="fold")
-    made.add_column("where", overflow="fold")
-    made.add_column("what to do", overflow="fold")
     for cause in found:
-        what = "\n".join((f"{DOING[cause.kind]}: {cause.blame}", *_some(cause.values)))
-        made.add_row(
-            cause.kernel, what, str(cause.count), f"{cause.ms:.0f}", "\n".join(_some(cause.sites)),
-            "\n".join(cause.advice),
-        )  # fmt: skip
+        what = [cause.kernel, f"{DOING[cause.kind]}: {cause.blame}", *_some(cause.values)]
+        todo = [*_some(cause.sites), *(f"-> {advice}" for advice in cause.advice)]
+        made.add_row(*map(Text, (str(cause.count), f"{cause.ms:.0f}", "\n".join(what), "\n".join(todo))))
     return made
 
 

@@ -75,8 +75,8 @@ def seal(mode: str = "error", *, json_log: str | os.PathLike | None = None) -> G
     """Arms a guard over every Triton and Gluon kernel of this process and returns it; `with seal():` disarms it again.
 
     mode      error: what would be compiled or tuned raises Recompiled before it is; warn: logs each cause once, to the
-              logger `expertile.guard`; count: only counts. A kernel found compiled on disk is an event of kind `load` in
-              every mode and never raises
+              logger `expertile.guard`; count: only counts. A kernel found compiled on disk is an event of kind `load`
+              in every mode and never raises
     json_log  file that gets each event as one line of JSON; {pid} in its name becomes the process's number
 
     Guards may overlap: each sees everything, and one in mode error is enough to raise. Counters for Prometheus are kept

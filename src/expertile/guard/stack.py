@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def look() -> Call:
         path = frame.f_code.co_filename
         if path.startswith(home + os.sep):
             _read(frame, found)
-        elif not path.startswith(_HERE + os.sep):
+        elif not path.startswith(_HERE + os.sep) and path != contextlib.__file__:
             break
         frame = frame.f_back
     if frame is None:

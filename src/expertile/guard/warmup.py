@@ -8,6 +8,7 @@ finds it; `expertile cache pack` makes one file of it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from .sealing import Guard
 
 #: An integer of each class that Triton tells apart: neither 1 nor a multiple of 16, and a multiple of 16.
 _INTEGERS = {"i32": (3, 16), "i64": ((1 << 40) + 3, 1 << 40), "u64": ((1 << 63) + 3, 1 << 63)}
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
 _NARROW = ("i8", "i16", "u8", "u16", "u32")  # only by an annotation in the kernel, whatever the value
 
 
@@ -27,8 +29,8 @@ class Variant:
     """One variant of one kernel. `kernels.tiles.Specialization` has the same fields and is taken as well.
 
     kernel     a @triton.jit or @gluon.jit function
-    types      argument -> Triton type ("*bf16", "i32", "fp32"), a tuple of such, or a value that stands for itself (a
-               TensorDescriptor); those with a constant need none
+    types      argument -> Triton type ("*bf16", "i32", "fp32", "tensordesc<bf16[64, 128]>"), a tuple of such, or a
+               value that stands for itself; those with a constant need none
     constants  the value of each tl.constexpr argument, and of every other argument that is None or 1
     divisible_by_16   arguments whose value or address is a multiple of 16; default: every pointer
     options    num_warps, num_stages, ... in the order in which the launch gives them: it is part of Triton's key
@@ -64,16 +66,34 @@ def warm(variants: Iterable, *, target=None, workers: int | None = None, progres
               the variants that do not compile, after all others are in place
     """
     variants = list(variants)
+    for variant in variants:
+        _check_names(variant)
     start = perf_counter()
     workers = workers or min(os.cpu_count() or 1, 32)
     run = _into_process if target is None and _has_gpu() else _onto_disk
     with Guard("count", counters=False).seal() as guard, _bar(len(variants), progress) as advance:
         failed = run(variants, target, workers, advance)
     if failed:
-        lines = "".join(f"\n  {variant.kernel.__name__}: {error}" for variant, error in failed)
+        lines = "".join(f"\n  {variant.kernel.__name__}: {_last_line(error)}" for variant, error in failed)
         raise ExpertileError(f"{len(failed)} of {len(variants)} variants do not compile:{lines}") from failed[0][1]
     compiled = sum(event.kind == "compile" and not event.failed for event in guard.events)
     return Warmed(len(variants), compiled, perf_counter() - start)
+
+
+def _last_line(error: Exception) -> str:
+    """Of a compiler's message, which shows the source before."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _check_names(variant) -> None:
+    kernel, names = variant.kernel, getattr(variant.kernel, "arg_names", ())
+    if not hasattr(kernel, "device_caches"):
+        raise ShapeError(
+            f"{kernel!r} is not a @triton.jit function: give an autotuned kernel's own function, kernel.fn"
+        )
+    unknown = {*variant.types, *variant.constants, *(variant.divisible_by_16 or ())} - {*names}
+    if unknown:
+        raise ShapeError(f"{kernel.__name__} has no argument {', '.join(sorted(unknown))}: it has {', '.join(names)}")
 
 
 def arguments(variant, backend) -> tuple:
@@ -81,12 +101,6 @@ def arguments(variant, backend) -> tuple:
     from triton.runtime.jit import create_function_from_signature
 
     kernel = variant.kernel
-    names = getattr(kernel, "arg_names", None)
-    if not hasattr(kernel, "device_caches"):
-        raise ShapeError(f"{kernel!r} is not a @triton.jit function: give an autotuned kernel's own function, kernel.fn")
-    unknown = {*variant.types, *variant.constants, *(variant.divisible_by_16 or ())} - {*names}
-    if unknown:
-        raise ShapeError(f"{kernel.__name__} has no argument {', '.join(sorted(unknown))}: it has {', '.join(names)}")
     given = tuple(_argument(variant, param) for param in kernel.params)
     _, found, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(*given, **variant.options)
     for param, value, specialized in zip(kernel.params, given, found, strict=True):
@@ -100,8 +114,8 @@ def _argument(variant, param):
         value = variant.constants[name]
         if not param.is_constexpr and value is not None and value != 1:
             raise ShapeError(
-                f"{variant.kernel.__name__}: {name}={value!r} is no constant to Triton, as {name} is not a tl.constexpr: "
-                "only None and 1 are; give its type instead"
+                f"{variant.kernel.__name__}: {name}={value!r} is no constant to Triton: of arguments that are no "
+                "tl.constexpr only None and 1 are; give its type instead"
             )
         return value
     if name in variant.types and not param.is_constexpr:
@@ -124,28 +138,41 @@ def _example(kind, divisible: bool, where: str):
     if not isinstance(kind, str):
         return kind
     if kind.startswith("*"):
-        return _pointer(kind, 16 if divisible else 8, where)
+        return _pointer(kind[1:], 16 if divisible else 8, where)
+    if described := _DESCRIPTOR.fullmatch(kind):
+        return _descriptor(_pointer(described[1], 16, where), [int(size) for size in described[2].split(",")])
     if kind in _INTEGERS or kind in _NARROW:
         return _INTEGERS.get(kind, _INTEGERS["i32"])[divisible]
     if kind in ("i1", "u1"):
         return True
     if kind.startswith(("fp", "bf")):
         return 0.5
-    raise ShapeError(f"{where} has type {kind!r}: give a pointer, an integer, a float, or a value that stands for itself")
+    raise ShapeError(
+        f"{where} has type {kind!r}: give a pointer, integer, float or descriptor, or a value that stands for itself"
+    )
 
 
-def _pointer(kind: str, address: int, where: str):
+def _pointer(element: str, address: int, where: str):
+    """Stands for a tensor of that element type at an address like that."""
     import torch
     from triton._utils import type_canonicalisation_dict
     from triton.runtime.jit import MockTensor
 
-    element = kind.removeprefix("*").removeprefix("k")
+    element = element.removeprefix("k")
     names = [name for name, found in type_canonicalisation_dict.items() if found == element and hasattr(torch, name)]
     if not names:
-        raise ShapeError(f"{where} has type {kind!r}: no torch dtype is {element!r} to Triton")
+        raise ShapeError(f"{where} points to {element!r}, which no torch dtype is to Triton")
     mock = MockTensor(getattr(torch, names[0]))
     mock.data_ptr = lambda: address
     return mock
+
+
+def _descriptor(base, block: list[int]):
+    """A tensor of one block, its rows 1024 elements apart so that any of them may start there."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [1024 ** (len(block) - 1 - axis) for axis in range(len(block))]
+    return TensorDescriptor(base, block, strides, block)
 
 
 def _check(variant, param, value, specialized: tuple) -> None:
@@ -153,14 +180,14 @@ def _check(variant, param, value, specialized: tuple) -> None:
     found, said = specialized[0], variant.types.get(param.name)
     if param.name in variant.constants or not isinstance(said, (str, tuple)) or param.is_constexpr:
         return
-    if _canonical(said) != _canonical(found):
+    if not _agrees(said, found):
         raise ShapeError(f"{variant.kernel.__name__}: {param.name} is declared {said}, a launch makes it {found}")
 
 
-def _canonical(kind):
-    if isinstance(kind, tuple):
-        return tuple(_canonical(each) for each in kind)
-    return {"i1": "u1"}.get(kind, kind.replace("*k", "*"))
+def _agrees(said, found) -> bool:
+    if isinstance(said, tuple):
+        return isinstance(found, tuple) and len(said) == len(found) and all(map(_agrees, said, found))
+    return not isinstance(said, str) or {"i1": "u1"}.get(said, said) == found.replace("*k", "*")
 
 
 def _into_process(variants: list, target, workers: int, advance) -> list[tuple]:
@@ -170,23 +197,29 @@ def _into_process(variants: list, target, workers: int, advance) -> list[tuple]:
 
     device = driver.active.get_current_device()
     jobs = [(each, arguments(each, each.kernel.device_caches[device][3])) for each in variants]
-    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
-        made = [each.kernel.warmup(*given, grid=(1,), **each.options) for each, given in jobs]
-        for future in mode.raw_futures:
-            future.add_done_callback(lambda _: advance(1))
-        advance(len(variants) - len(mode.raw_futures))
+    with ThreadPoolExecutor(workers) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True) as mode:
+            made = [each.kernel.warmup(*given, grid=(1,), **each.options) for each, given in jobs]
+            for future in mode.raw_futures:
+                future.add_done_callback(lambda _: advance(1))
+            advance(len(variants) - len(mode.raw_futures))
+        loads = {key: pool.submit(_load, kernel, device) for key, kernel in {id(each): each for each in made}.items()}
     failed = []
     for variant, kernel in zip(variants, made, strict=True):
-        if kernel is None:
-            failed.append((variant, ExpertileError("Triton's jit_cache_hook, set by another library, declined it")))
-            continue
-        try:
-            kernel = kernel.result() if hasattr(type(kernel), "result") else kernel
-            kernel.run  # noqa: B018  loads the module, and in Triton 3.6 compiles its launcher
-        except Exception as error:
+        if error := loads[id(kernel)].exception():
             _forget(variant.kernel, device, kernel)
             failed.append((variant, error))
     return failed
+
+
+def _load(kernel, device: int) -> None:
+    """Loads the module; in Triton 3.6 that compiles its launcher, with the C compiler. The device is a thread's own."""
+    from triton.runtime.driver import driver
+
+    if kernel is None:
+        raise ExpertileError("Triton's jit_cache_hook, set by another library, declined it")
+    driver.active.set_current_device(device)
+    (kernel.result() if hasattr(type(kernel), "result") else kernel).run  # noqa: B018
 
 
 def _forget(fn, device: int, kernel) -> None:

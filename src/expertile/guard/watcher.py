@@ -25,7 +25,7 @@ GRACE_S = 2.0  # for output that grandchildren still hold open when the program 
 
 @dataclass(frozen=True)
 class Watched:
-    """exit_code as a shell gives it; ready: {"by", "time"}, None when the marker never came; processes: those with Triton."""
+    """exit_code as a shell gives it; ready {"by", "time"}, None when it never was; processes: those that had Triton."""
 
     command: list[str]
     exit_code: int
@@ -46,7 +46,7 @@ def watch(
     Signals: Ctrl-C reaches the program, and the result is still returned. Raises ExpertileError when it cannot start.
     """
     pattern = _compiled(ready_line)
-    with tempfile.TemporaryDirectory(prefix="expertile-watch-") as name:
+    with tempfile.TemporaryDirectory(prefix="expertile-watch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         environment = _environment(folder, mode, unbuffered=pattern is not None)
         pipe = subprocess.PIPE if pattern else None
@@ -54,14 +54,10 @@ def watch(
             process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
         except OSError as error:
             raise ExpertileError(f"cannot run {command[0]!r}: {error.strerror or error}") from None
-        pumps = [_pump(*ends, pattern, folder) for ends in _pipes(process)] if pattern else []
-        timer = threading.Timer(ready_after or 0, mark_ready, (folder, f"{ready_after:g} s") if ready_after else ())
-        timer.daemon = True
-        if ready_after is not None:
-            timer.start()
-        with _signals_to(process):
+        ends = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)] if pattern else []
+        pumps = [_pump(source, sink, pattern, folder) for source, sink in ends]
+        with _marking(folder, ready_after), _signals_to(process):
             code = process.wait()
-        timer.cancel()
         for pump in pumps:
             pump.join(GRACE_S)
         return Watched(list(command), code if code >= 0 else 128 - code, *_collected(folder))
@@ -80,8 +76,19 @@ def _environment(folder: Path, mode: str, unbuffered: bool) -> dict[str, str]:
     return found | ({"PYTHONUNBUFFERED": "1"} if unbuffered else {})  # a line must come when it is printed
 
 
-def _pipes(process) -> list[tuple]:
-    return [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+@contextmanager
+def _marking(folder: Path, ready_after: float | None):
+    """Marks the program ready after so many seconds, if it runs that long."""
+    if ready_after is None:
+        yield
+        return
+    timer = threading.Timer(ready_after, mark_ready, (folder, f"{ready_after:g} s"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _pump(source, sink, pattern: re.Pattern, folder: Path) -> threading.Thread:

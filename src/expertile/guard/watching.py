@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER, MODE = "EXPERTILE_WATCH", "EXPERTILE_WATCH_MODE"
@@ -34,7 +35,7 @@ def mark_ready(folder: Path, by: str) -> bool:
 
 
 def watch_this_process() -> None:
-    """Called by the injected sitecustomize once Triton is imported. Never raises: the program must run as without it."""
+    """Called by the injected sitecustomize once Triton is imported. Never raises: the program runs as without it."""
     folder = Path(os.environ[FOLDER])
     try:
         import triton
@@ -49,18 +50,16 @@ def watch_this_process() -> None:
         said = {"pid": os.getpid(), "command": sys.orig_argv, "triton": triton.__version__, "error": ""}
     except Exception as error:
         said = {"pid": os.getpid(), "command": sys.orig_argv, "triton": "", "error": f"{type(error).__name__}: {error}"}
-    try:
+    with suppress(OSError):  # the watcher is gone; the program goes on
         (folder / f"process-{os.getpid()}.json").write_text(json.dumps(said))
-    except OSError:
-        pass  # the watcher is gone; the program goes on
 
 
 class _Marker:
     """Whether the readiness marker exists. Asked only when something is compiled."""
 
     def __init__(self, folder: Path):
-        self.path, self.seen = folder / "ready", False
+        self.path, self.seen = str(folder / "ready"), False
 
     def __call__(self) -> bool:
-        self.seen = self.seen or self.path.exists()
+        self.seen = self.seen or os.path.exists(self.path)
         return self.seen

@@ -45,8 +45,8 @@ def _count_rows(
 @triton.jit
 def _place_rows(
     ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, next_tile_ptr, pid, slots,
-    total, max_tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr,
-    CHUNK: tl.constexpr,
+    total, max_tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    SCAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
@@ -129,8 +129,8 @@ def _route_kernel(
         if STEP == "count":
             _count_rows(ids_ptr, map_ptr, counts_ptr, pid, slots, total, EXPERTS, BINS, BLOCK)
         else:
-            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, next_tile_ptr, pid,
-                        slots, total, max_tiles, EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
+            _place_rows(ids_ptr, map_ptr, counts_ptr, gather_ptr, offsets_ptr, tiles_ptr, tile_count_ptr, next_tile_ptr,
+                        pid, slots, total, max_tiles, EXPERTS, BINS, BLOCK, BLOCK_M, SCAN, CHUNK)  # fmt: skip
     elif x_ptr is not None:
         row = (pid - programs).to(tl.int64) + tl.arange(0, 1)
         quantize_rows(x_ptr, q_ptr, scale_ptr, row, row >= 0, stride_xm, WIDTH, MODE, 1, X_BLOCK)
@@ -176,7 +176,8 @@ def route_rows(
         grid = programs + (0 if tensors[0] is None else x.shape[0])
         _route_kernel[(grid,)](
             ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, routing.tile_count,
-            routing.next_tile, *tensors, stride, slots, total, routing.tiles.shape[0], programs, STEP=step, **constants, **extra, **_options(pdl),
+            routing.next_tile, *tensors, stride, slots, total, routing.tiles.shape[0], programs, STEP=step, **constants,
+            **extra, **_options(pdl),
         )  # fmt: skip
         something = nothing
     return routing
@@ -187,8 +188,9 @@ def signature(
     static=False, pdl=True,
 ) -> tuple[Specialization, ...]:  # fmt: skip
     """What route_rows asks the compiler for: one Specialization a launch."""
-    types = dict.fromkeys(("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "tile_count_ptr", "next_tile_ptr"), "*i32")
-    types |= dict(map_ptr="*i32", ids_ptr=f"*{id_type}", x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32")
+    counters = ("counts_ptr", "gather_ptr", "offsets_ptr", "tiles_ptr", "tile_count_ptr", "next_tile_ptr", "map_ptr")
+    types = dict.fromkeys(counters, "*i32")
+    types |= dict(ids_ptr=f"*{id_type}", x_ptr=f"*{TYPES[dtype]}", q_ptr="*fp8e4nv", scale_ptr="*fp32")
     types |= dict.fromkeys(("stride_xm", "slots", "total", "max_tiles", "programs"), "i32")
     constants = _constants(experts, rows, block_m, pdl)
     found, quantizing = [], quant is not Quant.NONE

@@ -121,8 +121,8 @@ def _tiles_in_words(plan: Plan) -> list[str]:
         ]
     if plan.gemm1.specialized:
         return [
-            f"gemm1 and gemm2 {plan.gemm1.name}: a block on every SM takes tile after tile of 128 rows; three of its warps "
-            "load, eight multiply 64 rows each four"
+            f"gemm1 and gemm2 {plan.gemm1.name}: a block on every SM takes tile after tile",
+            "three of its warps load, two warpgroups multiply 64 rows each",
         ]
     side = "sit on WGMMA's narrow side, weight rows fill its 64 rows" if plan.gemm1.swap else "fill WGMMA's 64-row side"
     return [f"gemm1 {plan.gemm1.name}, gemm2 {plan.gemm2.name}: {plan.gemm1.block_m} tokens a tile {side}"]

@@ -84,12 +84,15 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
         found.append(f"specialized: {config.block_m}x{config.block_n}x{config.block_k} is not 128 x 256 x 128 bytes")
     for name in ("hidden", "inter"):
         if getattr(problem, name) % 32:
-            found.append(f"specialized: {name}={getattr(problem, name)} is no multiple of 32, the rows of w reordered at once")
+            found.append(
+                f"specialized: {name}={getattr(problem, name)} is no multiple of 32"
+            )  # rows of w reordered at once
     for name in ("hidden", "inter"):
         if getattr(problem, name) * item % 16:
             found.append(f"specialized: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
     if problem.tokens * problem.hidden * item >= GATHERED_BYTES:
-        found.append(f"specialized: x of {problem.tokens * problem.hidden * item} bytes, {GATHERED_BYTES} can be gathered")
+        size = problem.tokens * problem.hidden * item
+        found.append(f"specialized: x has {size} bytes, fewer than {GATHERED_BYTES} can be gathered")
     if problem.quant is Quant.FP8_BLOCK and act.gated and act.interleaved:
         found.append("specialized: gate and up rows alternate within a scale block")
     if problem.quant is Quant.FP8_BLOCK and act.gated and problem.inter % BLOCK:

@@ -49,7 +49,8 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
     elif rows <= 48:
         ladder = [(GemmConfig(64, 128, wide, 4, 4, False, 8),) * 2]
     else:
-        ladder = [(SPECIALIZED[wide],) * 2, (GemmConfig(64 if block else 128, 128, wide, 4 if block else 8, 3, False, 8),) * 2]
+        plain = GemmConfig(64, 128, wide, 4, 4, False, 8) if block else GemmConfig(128, 128, wide, 8, 3, False, 16)
+        ladder = [(SPECIALIZED[wide],) * 2, (plain,) * 2]
     ladder += [(GemmConfig(pair[0].block_m, 128, wide, 4, 4, True),) * 2 for pair in ladder if pair[0].tma]
     ladder.append((GemmConfig(16, 64, wide, 4, 3, True),) * 2)
     for gemm1, gemm2 in ladder:

@@ -13,7 +13,6 @@ from ..routing import Routing
 from ..weights import Weights
 from .workspace import Workspace
 
-
 ROUTED = ("gather", "offsets", "tiles", "tile_count", "next_tile")
 
 

@@ -62,9 +62,11 @@ def _expertile():
 
 
 def _hidden_sitecustomize():
-    """Runs the sitecustomize that Python would have found without us."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    """Runs the sitecustomize that Python would have found without us. Our folder stays on sys.path: Inductor makes its
+    workers' PYTHONPATH of that.
+    """
+    others = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["sitecustomize"] = module

@@ -1,8 +1,8 @@
 """vLLM (0.24 to 0.33): its MoE layers by expertile, once the package is installed beside it.
 
 vLLM calls register() in each of its processes, by the entry point `vllm.general_plugins`. From then on every layer of
-routed experts is looked at before its weights are created: what the kernels here can serve is taken, the rest is left as
-vLLM chose it, and one line of the log for each group of layers says which and why. docs/vllm.md has the switches.
+routed experts is looked at before its weights are created: what the kernels here can serve is taken, the rest is left
+as vLLM chose it, and one line of the log for each group of layers says which and why. docs/vllm.md has the switches.
 
 settings        what the environment says
 formats         vLLM's quantisation methods and activations -> ours

@@ -34,7 +34,7 @@ SCHEMES = (
 
 
 class ExpertileExperts(mk.FusedMoEExpertsModular):
-    """One layer's experts. `prepare` describes its weights once they are loaded; a call with other ones describes anew."""
+    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew."""
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
@@ -67,7 +67,7 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config) -> bool:
-        """Tokens come by all-gather or not at all: other ways quantise them, or sort them by expert, before we see them."""
+        """Tokens come by all-gather or not at all: other ways quantise or sort them before we see them."""
         p = moe_parallel_config
         if getattr(p, "use_passthrough_all2all", False):
             return False
@@ -78,7 +78,7 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         return True  # vLLM routes
 
     @staticmethod
-    def _supports_router_logits_dtype(dtype, routing_method) -> bool:
+    def _supports_router_logits_dtype(router_logits_dtype, routing_method) -> bool:
         return True
 
     @staticmethod
@@ -132,9 +132,10 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         """
         x = hidden_states
         if a1q_scale is not None or x.dtype != self.moe_config.in_dtype or not x.is_contiguous():
+            scaled = "" if a1q_scale is None else " and a scale"
             raise UnsupportedProblem(
-                f"hidden_states came as {x.dtype} with strides {x.stride()}{' and a scale' if a1q_scale is not None else ''}"
-                f": expertile needs contiguous {self.moe_config.in_dtype} and quantises them itself"
+                f"hidden_states came as {x.dtype} with strides {x.stride()}{scaled}: expertile needs contiguous "
+                f"{self.moe_config.in_dtype} and quantises them itself"
             )
         weights = self.weights
         if weights is None or weights.w13 is not w1 or weights.w2 is not w2:

@@ -77,7 +77,9 @@ def _online(method, dtype: DType) -> Format:
 
 def _in_blocks(shape, dtype: DType) -> Format:
     if list(shape) != [BLOCK, BLOCK]:
-        raise Declined(f"weights have a scale per block of {'x'.join(map(str, shape))}: only {BLOCK}x{BLOCK} is supported")
+        raise Declined(
+            f"weights have a scale per block of {'x'.join(map(str, shape))}: only {BLOCK}x{BLOCK} is supported"
+        )
     return Format(Quant.FP8_BLOCK, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from vllm.config import get_current_vllm_config
@@ -18,6 +19,9 @@ from .experts import ExpertileExperts
 from .formats import Declined, Format, activation_of, format_of
 from .loading import most_tokens, take_over
 from .settings import OFF, Settings
+
+#: vLLM's own variables that name a backend for its fp8 layers.
+ASKING = ("VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")
 
 
 class Gatekeeper:
@@ -95,6 +99,9 @@ def layer_reasons(found: Format, layer, method, config) -> list[str]:
     """Why this layer, whose Format we have, cannot be computed here."""
     if found.quant is Quant.NONE and layer.params_dtype != config.in_dtype:
         return [f"weights are {layer.params_dtype}, activations {config.in_dtype}"]
+    asked = [name for name in ASKING if os.environ.get(name, "").lower() in ("1", "true")]
+    if asked and found.quant is not Quant.NONE:
+        return [f"{asked[0]}=1 was asked for"]
     if getattr(method, "weight_scale_refine", None) is not None:
         return ["tensor parallelism cuts through scale blocks"]
     activation = activation_of(config.activation.value, *swiglu_constants(config))
@@ -146,4 +153,3 @@ def quant_keys(found: Format):
     if found.quant is Quant.FP8_CHANNEL:
         return keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym
     return keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym if found.static_scale else keys.kFp8DynamicTensorSym
-

@@ -1,8 +1,8 @@
 """vLLM's parameters of a layer, as it leaves them for its Triton backend, as Weights: views, nothing copied or changed.
 
-    w13 [E, 2I or I, H], w2 [E, H, I]   as the checkpoint has them
-    scales fp32                         [E] | [E, N, 1], [E, H, 1] | [E, blocks, ceil(H / 128)], [E, ceil(H / 128), ...]
-    static activation scales            one value, the largest of the experts'
+w13 [E, 2I or I, H], w2 [E, H, I]   as the checkpoint has them
+scales fp32                         [E] | [E, N, 1], [E, H, 1] | [E, blocks, ceil(H / 128)], [E, ceil(H / 128), ...]
+static activation scales            one value, the largest of the experts'
 """
 
 from __future__ import annotations

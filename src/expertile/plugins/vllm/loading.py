@@ -1,4 +1,4 @@
-"""Taking a layer, and what follows when its weights are loaded: describe them, compile ahead; else vLLM's own experts."""
+"""Taking a layer; once its weights are there, describing them and compiling ahead; if it fails, vLLM's own experts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def take_over(method, found: Format) -> None:
 
 def after_loading(method, layer) -> None:
     """Describes the weights and compiles what will be asked for; if that fails, the layer goes back to vLLM."""
-    experts = method.moe_kernel.fused_experts
+    experts = getattr(method.moe_kernel, "fused_experts", None)
     if not isinstance(experts, ExpertileExperts):
         return
     try:
         experts.prepare(layer.w13_weight, layer.w2_weight)
         compile_ahead(experts, layer)
     except Exception:
-        log.warning("expertile gives %s back to vLLM (Triton): it failed while loading", layer.layer_name, exc_info=True)
+        log.warning(
+            "expertile gives %s back to vLLM (Triton): it failed while loading", layer.layer_name, exc_info=True
+        )
         give_back(method)
 
 
@@ -58,8 +60,9 @@ def give_back(method) -> None:
 
 
 def most_tokens(config) -> int:
-    """Tokens that one step of this engine can bring to a layer: data-parallel ranks gather theirs."""
-    return config.max_num_tokens * config.moe_parallel_config.dp_size
+    """Tokens that one step of this engine can bring to a layer: data- and context-parallel ranks gather theirs."""
+    parallel = config.moe_parallel_config
+    return config.max_num_tokens * parallel.dp_size * parallel.pcp_size
 
 
 def compile_ahead(experts: ExpertileExperts, layer) -> None:

@@ -1,4 +1,4 @@
-"""A layer's plans and scratch memory, by the number of tokens: looked up on every call, shared by layers of one shape."""
+"""A layer's plans and scratch memory, by number of tokens: looked up on every call, shared by layers of one shape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The hook: vLLM's container of routed experts, replaced by a subclass that looks at its quantisation method.
 
-vLLM instantiates what is registered for a layer's class name (PluggableLayer.register_oot). _get_quant_method runs before
-weights are created, so a method's backend can still be changed there.
+vLLM instantiates what is registered for a layer's class name (PluggableLayer.register_oot). _get_quant_method runs
+before weights are created, so a method's backend can still be changed there.
 """
 
 from __future__ import annotations
@@ -49,4 +49,3 @@ def mark_compilations(settings: Settings) -> None:
         envs.environment_variables[name] = lambda name=name: os.environ.get(name)
     fingerprint = f"{__version__} off={','.join(settings.off)}"
     envs.environment_variables["EXPERTILE_VLLM_FINGERPRINT"] = lambda: fingerprint
-

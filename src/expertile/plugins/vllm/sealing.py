@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ...errors import ExpertileError
 from . import log
 from .settings import GUARD, Settings
 
@@ -42,10 +43,12 @@ def warm_up_is_over() -> bool:
 
 
 def seal(mode: str) -> None:
+    """Seals the guard, or says why it cannot: the engine goes on."""
+    from ...guard import seal as seal_guard
+
     try:
-        from expertile import guard
-    except ImportError:
-        log.warning("%s=%s: this expertile has no guard, compilations are not watched", GUARD, mode)
+        seal_guard(mode)
+    except ExpertileError as error:
+        log.warning("%s=%s, but compilations are not watched: %s", GUARD, mode, error)
         return
-    guard.seal(mode)
-    log.info("expertile's guard is sealed: a compilation from here on is %s", "an error" if mode == "error" else "told")
+    log.info("expertile's guard is sealed, mode %s", mode)

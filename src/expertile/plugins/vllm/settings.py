@@ -12,7 +12,7 @@ from ...errors import ShapeError
 SWITCH, OFF, GUARD = "EXPERTILE_VLLM", "EXPERTILE_VLLM_OFF", "EXPERTILE_VLLM_GUARD"
 VARIABLES = (SWITCH, OFF, GUARD)
 LABELS = ("bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block")
-GUARD_MODES = ("off", "warn", "error")
+GUARD_MODES = ("off", "count", "warn", "error")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Settings:
 
     enabled   EXPERTILE_VLLM: 1 (default) or 0
     off       EXPERTILE_VLLM_OFF: formats (LABELS) and parts of layer names that vLLM keeps, with commas between them
-    guard     EXPERTILE_VLLM_GUARD: off (default), warn or error: what a compilation after the warm-up is
+    guard     EXPERTILE_VLLM_GUARD: off (default), or a mode of expertile.guard for what compiles after the warm-up
 
     >>> Settings(off=("fp8_block", "layers.3")).named("bf16", "model.layers.3.mlp.experts")
     'layers.3'
@@ -47,7 +47,7 @@ class Settings:
         return cls(switch == "1", off, guard)
 
     def named(self, label: str, layer: str) -> str | None:
-        """The entry of `off` that keeps a layer of this format with vLLM, if there is one. Whole parts of names count."""
+        """The entry of `off` that keeps a layer of this format with vLLM, or None. Whole parts of names count."""
         for part in self.off:
             if part == label or re.search(rf"(^|\.){re.escape(part)}(\.|$)", layer):
                 return part

@@ -1,0 +1,128 @@
+"""The commands `expertile cache pack|unpack|verify`: compiled kernels as one file that goes with the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import ExpertileError
+
+app = typer.Typer(
+    no_args_is_help=True, help="Compiled kernels as one file: pack it, unpack it before serving, verify it."
+)
+
+FILE = Annotated[Path, typer.Argument(help="the packed cache")]
+FOLDER = Annotated[Path | None, typer.Option(help="default: Triton's own, TRITON_CACHE_DIR or ~/.triton/cache")]
+
+
+@app.command()
+def pack(
+    file: FILE,
+    cache_dir: FOLDER = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(help="compile every variant of this layer first (a known one, or H,I,E,k); needs no GPU"),
+    ] = None,
+    quant: Annotated[str, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block")] = "bf16",
+    static_scale: Annotated[bool, typer.Option(help="fp8_tensor with activation scales given ahead")] = False,
+    expert_map: Annotated[bool, typer.Option(help="calls will have an expert_map")] = False,
+    max_tokens: Annotated[int, typer.Option(help="largest number of tokens of a call")] = 4096,
+    device: Annotated[str, typer.Option(help="whose plans: h200 h100, or auto for this machine")] = "auto",
+):
+    """Pack Triton's cache as it is, or the variants of one layer."""
+    from .guard.cache import pack as write
+
+    if problem is None:
+        manifest = write(file, cache_dir)
+    else:
+        manifest = _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_tokens, device)
+    _say(file, manifest)
+
+
+@app.command()
+def unpack(file: FILE, cache_dir: FOLDER = None):
+    """Unpack into Triton's cache; refused with the reason when damaged or made for something else."""
+    from .guard.cache import unpack as read
+
+    _say(file, read(file, cache_dir))
+
+
+@app.command()
+def verify(file: FILE):
+    """Check every hash, and whether launches on this machine would find the kernels."""
+    from .guard.cache import reasons_against_here
+    from .guard.cache import verify as read
+
+    manifest = read(file)
+    _say(file, manifest)
+    if reasons := reasons_against_here(manifest):
+        raise ExpertileError(f"{file} is whole, but not for here: {'; '.join(reasons)}")
+
+
+def _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_tokens, device):
+    """Compiled into a folder of its own, so that the file holds this layer and nothing else."""
+    import tempfile
+
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    from .guard import warm
+    from .guard.cache import pack as write
+    from .guard.manifest import Plans
+
+    if cache_dir is not None:
+        raise ExpertileError(
+            "cache_dir does not go with a problem, whose kernels are compiled into a folder of their own"
+        )
+    hardware = _hardware(device)
+    variants = layer_variants(problem, quant, static_scale, expert_map, max_tokens, hardware)
+    target = GPUTarget("cuda", hardware.capability[0] * 10 + hardware.capability[1], 32)
+    with tempfile.TemporaryDirectory(prefix="expertile-cache-") as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        warm(variants, target=target)
+        plans = Plans.of(hardware.name, problem, quant, max_tokens)
+        return write(file, folder, target=target, plans=plans)
+
+
+def layer_variants(problem: str, quant: str, static_scale: bool, expert_map: bool, max_tokens: int, hardware) -> list:
+    """The Specializations that calls of this layer with 1 ... max_tokens tokens ask for."""
+    from .plans import Backend
+    from .policy import decide
+    from .problem import Quant, named_problem
+    from .runtime.triton_experts import specializations
+    from .warming import turning_points
+
+    if max_tokens < 1:
+        raise ExpertileError(f"max_tokens={max_tokens}: give at least 1")
+    layer = named_problem(problem, 1, quant, static_scale=static_scale)
+    found = []
+    for split_scale in (False, True) if layer.quant is Quant.FP8_BLOCK else (False,):
+        for tokens in turning_points(layer, hardware, max_tokens, split_scale, expert_map):
+            plan = decide(layer.with_tokens(tokens), hardware)
+            found += specializations(plan, split_scale, expert_map) if plan.backend is Backend.TRITON else []
+    if not found:
+        raise ExpertileError(f"problem={problem!r} compiles nothing on {hardware.name}: its backend is not triton")
+    return found
+
+
+def _hardware(name: str):
+    from .policy import device
+    from .runtime.device import detect
+
+    hardware = detect() if name == "auto" else device(name)
+    if not hardware.is_gpu:
+        raise ExpertileError("there is no GPU here: name the device whose plans to compile, e.g. --device h200")
+    return hardware
+
+
+def _say(file: Path, manifest) -> None:
+    made = manifest.toolchain
+    print(f"{file}: {manifest.kernels} kernels, {len(manifest.files)} files, {manifest.bytes / 1e6:.1f} MB unpacked")
+    print(f"for {made.target}, Triton {made.triton}, ptxas {made.ptxas}{', ' + made.device if made.device else ''}")
+    if plans := manifest.plans:
+        print(
+            f"every variant of {plans.problem} {plans.quant} up to {plans.max_tokens} tokens on {plans.device}, "
+            f"expertile {plans.expertile}, table {plans.table or 'none'}"
+        )
