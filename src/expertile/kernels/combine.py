@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options
 
 
 @triton.jit
@@ -55,6 +55,10 @@ def _constants(hidden: int, experts: int, top_k: int, factor: float, tokens: int
     return dict(HIDDEN=hidden, EXPERTS=experts, TOP_K=top_k, FACTOR=factor, BLOCK=block, PDL=pdl)
 
 
+def _options(block: int, pdl: bool) -> dict:
+    return launch_options(pdl, num_warps=block // 512 * 2 or 1)
+
+
 def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pdl=False):
     """out[t] = factor * sum over j of probs[t, j] * y[t * top_k + j]; skipped slots count as zero.
 
@@ -66,7 +70,7 @@ def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pd
     total = experts if expert_map is None else expert_map.numel()
     _combine_kernel[(tokens, -(-hidden // constants["BLOCK"]))](
         y, ids, expert_map, probs, out, total, out.stride(0), **constants,
-        num_warps=constants["BLOCK"] // 512 * 2 or 1, **({"launch_pdl": True} if pdl else {}),
+        **_options(constants["BLOCK"], pdl),
     )  # fmt: skip
     return out
 
@@ -82,5 +86,4 @@ def signature(
     )
     types = {name: k for name, k in types.items() if name not in constants} | dict.fromkeys(constants, "constexpr")
     aligned = tuple(name for name, k in types.items() if k.startswith("*")) + ("stride_om",)
-    options = {"num_warps": constants["BLOCK"] // 512 * 2 or 1, **({"launch_pdl": True} if pdl else {})}
-    return Specialization(_combine_kernel, types, constants, aligned, options)
+    return Specialization(_combine_kernel, types, constants, aligned, _options(constants["BLOCK"], pdl))

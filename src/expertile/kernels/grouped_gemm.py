@@ -26,6 +26,7 @@ from .tiles import (
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
+    launch_options,
     scale_block_row,
     tile_weight_rows,
     write_tile,
@@ -165,7 +166,7 @@ def grouped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     _grouped_gemm_kernel[(routing.tiles.shape[0] * blocks,)](
         x, w, y, routing.gather, routing.tiles, *(tensors.get(name) for name in OPTIONAL),
         x.stride(0), w.stride(0), w.stride(1), **product.constants(config, pdl),
-        num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl, num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip
     return y
 

@@ -24,7 +24,7 @@ from ..plans import GemmConfig
 from ..problem import BLOCK, Quant
 from ..routing import Routing
 from .hopper_roles import gather_rows, load_weights, multiply
-from .tiles import Product, Specialization, gdc_launch_dependents, gdc_wait, gemm_specialization
+from .tiles import Product, Specialization, gdc_launch_dependents, gdc_wait, gemm_specialization, launch_options
 
 GATHER_WARPS = 2
 
@@ -226,7 +226,7 @@ def _constants(product: Product, config: GemmConfig, pdl: bool) -> dict:
 
 
 def _options(pdl: bool) -> dict:
-    return dict(num_warps=4, maxnreg=REGISTERS, **({"launch_pdl": True} if pdl else {}))
+    return launch_options(pdl, num_warps=4, maxnreg=REGISTERS)
 
 
 def signature(config: GemmConfig, product: Product, pdl: bool = True) -> Specialization:

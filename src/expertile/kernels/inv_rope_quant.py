@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..errors import ShapeError, UnsupportedProblem
-from .tiles import Specialization, gdc_launch_dependents, gdc_wait
+from .tiles import Specialization, gdc_launch_dependents, gdc_wait, launch_options
 
 HEAD_DIM, ROPE_DIM, BLOCK = 512, 64, 128
 TOKENS = 4  # of a tile, and what a row of scales is rounded up to (16 bytes)
@@ -144,7 +144,7 @@ def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, un
 def _constants(heads: int, groups: int, pdl: bool, unit: int = UNIT) -> tuple[dict, dict]:
     """The constexpr arguments of a launch, and its options."""
     constants = dict(HEADS=heads, GROUPS=groups, TOKENS=TOKENS, UNIT=unit, PDL=pdl)
-    return constants, dict(num_warps=1, **({"launch_pdl": True} if pdl else {}))
+    return constants, launch_options(pdl, num_warps=1)
 
 
 def signature(heads: int, groups: int, positions="i64", pdl=True, unit: int = UNIT) -> Specialization:

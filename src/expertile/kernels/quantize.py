@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..problem import Quant
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, quantize_rows
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options, quantize_rows, scale_mode
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
@@ -41,13 +41,12 @@ PROGRAM_VALUES = 4096  # a program takes as many rows as make this many values
 
 
 def _constants(width: int, quant: Quant, static: bool, pdl: bool) -> dict:
-    mode = "static" if static else "block" if quant is Quant.FP8_BLOCK else "row"
     block = max(128, triton.next_power_of_2(width))
-    return dict(WIDTH=width, MODE=mode, ROWS=max(1, PROGRAM_VALUES // block), BLOCK=block, PDL=pdl)
+    return dict(WIDTH=width, MODE=scale_mode(quant, static), ROWS=max(1, PROGRAM_VALUES // block), BLOCK=block, PDL=pdl)
 
 
 def _options(width: int, pdl: bool) -> dict:
-    return {"num_warps": 4 if width <= 4096 else 8, **({"launch_pdl": True} if pdl else {})}
+    return launch_options(pdl, num_warps=4 if width <= 4096 else 8)
 
 
 def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..errors import ShapeError
 from ..router import Router
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 TAKEN = tl.constexpr(-(2**31))  # less than the key of any number
@@ -174,7 +174,7 @@ def _constants(experts: int, router: Router, top_k: int, pdl: bool) -> dict:
 
 
 def _options(pdl: bool) -> dict:
-    return {"num_warps": 1, **({"launch_pdl": True} if pdl else {})}
+    return launch_options(pdl, num_warps=1)
 
 
 def router(logits, router: Router, top_k: int, bias=None, ids=None, probs=None, *, pdl=False):

@@ -16,7 +16,16 @@ import triton.language as tl
 from ..plans import ROUTE_BLOCK, SCAN_ROWS
 from ..problem import Quant
 from ..routing import Routing
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, local_experts, quantize_rows
+from .tiles import (
+    TYPES,
+    Specialization,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch_options,
+    local_experts,
+    quantize_rows,
+    scale_mode,
+)
 
 
 @triton.jit
@@ -146,12 +155,11 @@ def _constants(experts: int, rows: int, block_m: int, pdl: bool) -> dict:
 def _quantize_constants(width: int, quant: Quant, static: bool) -> dict:
     if quant is Quant.NONE:
         return dict(WIDTH=1, MODE="static", X_BLOCK=1)
-    mode = "static" if static else "block" if quant is Quant.FP8_BLOCK else "row"
-    return dict(WIDTH=width, MODE=mode, X_BLOCK=max(128, triton.next_power_of_2(width)))
+    return dict(WIDTH=width, MODE=scale_mode(quant, static), X_BLOCK=max(128, triton.next_power_of_2(width)))
 
 
 def _options(pdl: bool) -> dict:
-    return {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+    return launch_options(pdl, num_warps=4)
 
 
 def route_rows(

@@ -26,8 +26,10 @@ from .tiles import (
     gated_value,
     gdc_launch_dependents,
     gdc_wait,
+    launch_options,
     local_experts,
     scale_block_row,
+    scale_mode,
     tile_weight_rows,
     to_fp8,
 )
@@ -233,11 +235,7 @@ def _stream_down_kernel(
 
 def _mode(product: Product) -> str:
     """How x (or h) becomes e4m3 as it is loaded."""
-    if product.quant is Quant.NONE:
-        return "none"
-    if product.quant is Quant.FP8_BLOCK:
-        return "block"
-    return "static" if product.static_scale else "row"
+    return "none" if product.quant is Quant.NONE else scale_mode(product.quant, product.static_scale)
 
 
 def _up_constants(product: Product, config: GemmConfig, experts: int, pdl: bool) -> dict:
@@ -292,7 +290,7 @@ def stream_up(x, w13, h, ids, config: GemmConfig, product: Product, *, expert_ma
     _stream_up_kernel[(ids.numel() * blocks,)](
         x, w13, h, ids, expert_map, tensors.get("x_scale"), tensors.get("w_scale"), tensors.get("h_scale"),
         tensors.get("bias"), tensors.get("probs"), x.stride(0), w13.stride(0), w13.stride(1), ids.numel(), total,
-        **_up_constants(product, config, experts, pdl), num_warps=config.warps, **({"launch_pdl": True} if pdl else {}),
+        **_up_constants(product, config, experts, pdl), **launch_options(pdl, num_warps=config.warps),
     )  # fmt: skip
     return h
 
@@ -311,8 +309,7 @@ def stream_down(
     _stream_down_kernel[(out.shape[0] * -(-product.n // config.block_n),)](
         h, w2, out, ids, expert_map, probs, tensors.get("h_scale"), tensors.get("w_scale"), tensors.get("bias"),
         w2.stride(0), w2.stride(1), out.stride(0), ids.numel(), total,
-        **_down_constants(product, config, experts, factor, pdl), num_warps=config.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **_down_constants(product, config, experts, factor, pdl), **launch_options(pdl, num_warps=config.warps),
     )  # fmt: skip
     return out
 
@@ -360,5 +357,4 @@ def _specialization(kernel, constants, absent, product: Product, config: GemmCon
     constants = constants | {name: None for name, missing in absent.items() if missing}
     kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = tuple(name for name, kind in kinds.items() if kind.startswith("*") or name.startswith("stride"))
-    options = {"num_warps": config.warps, **({"launch_pdl": True} if pdl else {})}
-    return Specialization(kernel, kinds, constants, aligned, options)
+    return Specialization(kernel, kinds, constants, aligned, launch_options(pdl, num_warps=config.warps))

@@ -26,6 +26,7 @@ from .tiles import (
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
+    launch_options,
     scale_block_row,
     write_tile,
 )
@@ -165,7 +166,7 @@ def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     _swapped_gemm_kernel[(routing.tiles.shape[0] * blocks,)](
         x, _weight_view(w, product, config), y, routing.gather, routing.tiles,
         *(tensors.get(name) for name in OPTIONAL), x.stride(0), **_constants(product, config, pdl),
-        num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl, num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip
     return y
 

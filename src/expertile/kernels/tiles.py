@@ -122,6 +122,16 @@ class Specialization:
     options: dict[str, object] = field(default_factory=dict)
 
 
+def launch_options(pdl: bool, **options) -> dict:
+    """Options of a launch in the order that Triton's key has them, programmatic dependent launch last."""
+    return options | ({"launch_pdl": True} if pdl else {})
+
+
+def scale_mode(quant: Quant, static: bool) -> str:
+    """How a row of activations is scaled to e4m3: a scale given ahead, one a row, or one a block of 128."""
+    return "static" if static else "block" if quant is Quant.FP8_BLOCK else "row"
+
+
 def gemm_specialization(kernel, product: Product, config: GemmConfig, pdl: bool) -> Specialization:
     """The Specialization of a grouped product's kernel for sizes whose rows are 16-byte aligned."""
     dtype = TYPES[product.dtype]
@@ -152,7 +162,7 @@ def gemm_specialization(kernel, product: Product, config: GemmConfig, pdl: bool)
     constants.update({name: None for name, missing in absent.items() if missing})
     types.update(dict.fromkeys(constants, "constexpr"))
     divisible = tuple(name for name, kind in types.items() if kind.startswith("*") or name.startswith("stride"))
-    options = dict(num_warps=config.warps, num_stages=config.stages, **({"launch_pdl": True} if pdl else {}))
+    options = launch_options(pdl, num_warps=config.warps, num_stages=config.stages)
     return Specialization(kernel, types, constants, divisible, options)
 
 
