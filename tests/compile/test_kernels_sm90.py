@@ -111,6 +111,8 @@ def test_grouped_products_run_on_wgmma_without_spills_in_the_memory_that_the_pol
         assert bool(compiled.features["cp.async"]) == product.gather
         assert counted - SPECIALIZED_BYTES < compiled.smem_bytes <= counted
         assert not compiled.features["stmatrix"], "the epilogue goes through shared memory"
+        piece = "st.global.v4.b32" if not product.out_quant else "st.global.v2.b32"  # eight values of 16 or 8 bits
+        assert piece in compiled.ptx
     elif product.quant is Quant.FP8_BLOCK:  # counted for both products, of which one may have fewer scales on their way
         both = [replace(each, out_quant="") for each in products(plan, separate_scales(plan.problem))]
         most = max(compiled_gemm(config, each).smem_bytes for each in both)

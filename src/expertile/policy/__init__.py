@@ -19,7 +19,8 @@ __all__ = ["decide", "explain", "reasons", "tile_reasons"]
 
 @lru_cache(maxsize=4096)
 def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None) -> Plan:
-    """The fastest plan that can run, by measured table, else by the model. A pure function, memoised.
+    """The fastest plan that can run, by measured table, else by the model; torch only where the kernels cannot run, as
+    it reads counts on the host. A pure function, memoised.
 
     backend forces one; if it cannot run the problem, UnsupportedProblem says why. REFERENCE is never chosen unasked.
     """
@@ -37,8 +38,8 @@ def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None)
         looked_at.append(Candidate(candidate, (), plan.time_us, plan.source))
         if candidate is backend:
             best = replace(plan, source=f"forced; {plan.source}")
-        elif backend is None and candidate is not Backend.REFERENCE and (best is None or plan.time_us < best.time_us):
-            best = plan
+        elif backend is None and candidate is not Backend.REFERENCE:
+            best = plan if best is None else min(best, plan, key=_rank)
     if best is None:
         refused = [c for c in looked_at if c.reasons and backend in (None, c.backend)]
         detail = "; ".join(f"{c.backend.value}: {', '.join(c.reasons)}" for c in refused)
@@ -47,19 +48,25 @@ def decide(problem: Problem, hardware: Hardware, backend: Backend | None = None)
     return replace(best, candidates=tuple(looked_at))
 
 
+def _rank(plan: Plan) -> tuple:
+    """What can be captured in a CUDA graph comes before what cannot, then the faster."""
+    return plan.backend is Backend.TORCH, plan.time_us
+
+
 def _plan(backend: Backend, problem: Problem, hardware: Hardware) -> Plan:
     plan = Plan(problem, hardware.name, backend, floor_us=floor_us(problem, hardware), sms=hardware.sms)
     if backend is not Backend.TRITON:
         return replace(plan, time_us=plan_us(plan, hardware), source="model")
     entry = table.nearest(problem, hardware.name)
     measured = entry and replace(plan, gemm1=entry.gemm1, gemm2=entry.gemm2, stream=entry.stream)
-    if measured and ((not entry.exact and entry.stream is not Stream.NO) or _refused(measured, hardware)):
-        measured = None  # streaming hangs on the very sizes: another problem's is no guide
+    few = 0 < problem.rows <= STREAM_ROWS and not stream_reasons(problem)
+    if measured and ((not entry.exact and (few or entry.stream is not Stream.NO)) or _refused(measured, hardware)):
+        measured = None  # whether to stream hangs on the very sizes: another problem's entry is no guide
     if measured:
         plan = measured
         fuse = entry.fuse_quant and fused_quant(problem, entry.gemm1)
         source = f"tiles measured for {entry.source}"
-    elif 0 < problem.rows <= STREAM_ROWS and not stream_reasons(problem):
+    elif few:
         gemm1, gemm2 = stream_tiles(problem)
         plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH), False
         source = f"streamed, as at most {STREAM_ROWS} routed rows are"
