@@ -121,11 +121,12 @@ def _content(entry, data: bytes, at: int) -> bytes:
 
 def fetch_packages() -> None:
     """What vLLM's modules import, as far as the plugin's tests need them."""
-    if (PACKAGES / DONE).exists():
+    wanted = (HERE / "packages.txt").read_text()
+    if (PACKAGES / DONE).exists() and (PACKAGES / DONE).read_text() == wanted:
         return
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--upgrade"]
     subprocess.run([*command, "--target", str(PACKAGES), "-r", str(HERE / "packages.txt")], check=True)
-    (PACKAGES / DONE).touch()
+    (PACKAGES / DONE).write_text(wanted)
 
 
 def _index() -> str:
