@@ -130,10 +130,12 @@ def fetch_packages() -> None:
 
 
 def _index() -> str:
-    """pip's index: what its settings say, else PyPI's."""
+    """pip's index: what its settings say, else the one it has of its own."""
+    from pip._internal.models.index import PyPI
+
     command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
     said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return os.environ.get("PIP_INDEX_URL") or said or "https://pypi.org/simple"
+    return os.environ.get("PIP_INDEX_URL") or said or PyPI.simple_url
 
 
 def main(versions) -> None:
