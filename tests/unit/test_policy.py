@@ -18,7 +18,7 @@ from expertile.plans import ALIGN, Backend, GemmConfig, Plan, Stream
 from expertile.policy import decide, device, explain, table
 from expertile.policy.model import expected_tiles, floor_us, smem_bytes
 from expertile.policy.rules import MAX_EXPERTS, RULES, stream_reasons, tile_reasons
-from expertile.policy.tiles import STREAM_ROWS, choose_tiles, fused_quant
+from expertile.policy.tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant
 from expertile.problem import ACTIVATIONS, LAYERS, Problem, Quant, named_problem
 
 QWEN = dict(hidden=2048, inter=768, experts=128, top_k=8)
@@ -153,6 +153,24 @@ def test_a_tile_with_too_much_shared_memory_is_refused_and_the_next_best_taken()
     taken = decide(problem, small)
     assert taken.backend is Backend.TRITON and taken.gemm1 != tuned
     assert max(smem_bytes(tile, problem) for tile in (taken.gemm1, taken.gemm2)) < need
+
+
+@pytest.mark.parametrize(
+    ("tile", "sizes", "said"),
+    [
+        (dict(warps=8), {}, "warps=8"),
+        (dict(block_n=128), {}, "128x128x128 is not"),
+        ({}, dict(inter=176, quant="fp8_tensor"), "inter=176 is no multiple of 32"),
+        ({}, dict(inter=192), "inter=192 puts gate and up rows in one scale block"),
+        ({}, dict(tokens=2**20, hidden=2**15), "can be gathered"),
+    ],
+    ids=str,
+)
+def test_a_specialized_tile_that_does_not_fit_is_refused_with_the_value(tile, sizes, said):
+    usual = dict(tokens=4096, hidden=2048, inter=768, experts=128, top_k=8, quant="fp8_block")
+    assert not tile_reasons(SPECIALIZED[128], Problem(**usual), H200)
+    (reason,) = tile_reasons(replace(SPECIALIZED[128], **tile), Problem(**(usual | sizes)), H200)
+    assert said in reason
 
 
 def test_where_no_tile_fits_another_backend_is_taken():

@@ -25,8 +25,7 @@ from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM, inverse_rope
 from ..runtime.measure import capture, interleave
 from . import check, rows
 from .inv_rope_contenders import COPY, OURS, Call, Contender, bytes_moved
-from .runner import Outcome, Request, Setting, State
-from .runner import _attempt as attempt
+from .runner import Outcome, Request, Setting, State, attempt
 from .table import is_ours
 
 BENCH, COLD, QUANT = "quant", "cold", "fp8_block"

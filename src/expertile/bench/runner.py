@@ -110,7 +110,7 @@ def run(
             reasons = impl.available(setting.device)
             if not reasons and impl.session not in sessions:
                 enter = lambda session=impl.session: stack.enter_context(session())
-                sessions[impl.session] = _attempt(enter, impl.name, setting.device)[1]
+                sessions[impl.session] = attempt(enter, impl.name, setting.device)[1]
             if reasons:
                 yield Outcome(impl.name, State.ABSENT, message="; ".join(reasons))
             elif sessions[impl.session] is not None:
@@ -136,7 +136,7 @@ def _measure(request: Request, name: str, quant: str, implementations, setting: 
         if reasons := impl.fits(problem, router):
             yield Outcome(impl.name, State.ABSENT, name, quant, message="; ".join(reasons))
             continue
-        ready, message = _attempt(lambda impl=impl: impl.prepare(inputs), impl.name, setting.device)
+        ready, message = attempt(lambda impl=impl: impl.prepare(inputs), impl.name, setting.device)
         if message is None:
             runs[impl.name] = (impl, ready)
         else:
@@ -153,7 +153,7 @@ def _cell(cell: _Cell, runs, request: Request, setting: Setting) -> Iterator[Out
     samples = _samples(cell, setting.device)
     errors: dict[str, float] = {}
     for name, (_, run_call) in runs.items():
-        found, message = _attempt(lambda run_call=run_call: _errors(run_call, samples), name, setting.device)
+        found, message = attempt(lambda run_call=run_call: _errors(run_call, samples), name, setting.device)
         if message is not None:
             yield cell.outcome(name, State.CRASHED, message)
         elif wrong := check.red(found, check.bar(cell.inputs.weights[0])):
@@ -165,7 +165,7 @@ def _cell(cell: _Cell, runs, request: Request, setting: Setting) -> Iterator[Out
         run_call = runs[name][1]
         calls = [lambda call=call, run_call=run_call: run_call(call) for call in cell.calls]
         on_gpu = setting.device.type == "cuda"
-        replay, message = _attempt(lambda calls=calls, gpu=on_gpu: capture(calls, gpu), name, setting.device)
+        replay, message = attempt(lambda calls=calls, gpu=on_gpu: capture(calls, gpu), name, setting.device)
         if message is not None:
             yield cell.outcome(name, State.CRASHED, message)
         else:
@@ -241,7 +241,7 @@ def _router_text(router: Router) -> str:
     return text + (f"*{router.scaling_factor:g}" if router.scaling_factor != 1.0 else "")
 
 
-def _attempt(action: Callable[[], object], name: str, device: torch.device):
+def attempt(action: Callable[[], object], name: str, device: torch.device):
     """(result, None), or (None, message) when it crashed.
 
     Raises ExpertileError when the crash took the GPU with it: everything after it would fail too.

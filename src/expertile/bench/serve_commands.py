@@ -37,17 +37,17 @@ def vllm(
             show_default="stock, ours",
         ),
     ] = None,
-    runs: Annotated[int, typer.Option(help="of every load on every arm, in turn")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="of every load on every arm, in turn")] = 3,
     batches: Annotated[
         str, typer.Option(help="requests at once with 128 tokens in and out; empty: none")
     ] = "1,8,16,64,128",
     prompts: Annotated[
         str, typer.Option(help="2048-token prompts at once, for the time to the first token; empty: none")
     ] = "1,16",
-    poisson: Annotated[float, typer.Option(help="also a mix of lengths at that many requests a second")] = 0.0,
-    poisson_requests: Annotated[int, typer.Option(help="requests of that mix")] = 2000,
-    layers: Annotated[int | None, typer.Option(help="only so many layers, for a quick look")] = None,
-    kv_gib: Annotated[float, typer.Option(help="memory for keys and values of each engine")] = 4.0,
+    poisson: Annotated[float, typer.Option(min=0.0, help="also a mix of lengths at that many requests a second")] = 0.0,
+    poisson_requests: Annotated[int, typer.Option(min=1, help="requests of that mix")] = 2000,
+    layers: Annotated[int | None, typer.Option(min=1, help="only so many layers, for a quick look")] = None,
+    kv_gib: Annotated[float, typer.Option(min=0.1, help="memory for keys and values of each engine")] = 4.0,
     engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for all arms, as JSON")] = "{}",
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="start engines one after the other")] = False,
     out: Annotated[

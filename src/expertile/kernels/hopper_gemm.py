@@ -210,9 +210,9 @@ def _check(x, w, product: Product, config: GemmConfig) -> None:
         raise ShapeError(f"{config.name}: the tile is 128 rows by 256 rows of w by 128 bytes")
     if product.n % 32 or product.k * item % 16:
         raise ShapeError(f"n={product.n} must be a multiple of 32, rows of k={product.k} of 16 bytes")
-    if x.shape[0] * x.stride(0) * item >= 2**35:
-        bytes = x.shape[0] * x.stride(0) * item
-        raise ShapeError(f"x {tuple(x.shape)} spans {bytes} bytes, fewer than 2^35 can be gathered")
+    span = x.shape[0] * x.stride(0) * item
+    if product.gather and span >= 2**35:
+        raise ShapeError(f"x {tuple(x.shape)} spans {span} bytes, fewer than 2^35 can be gathered")
     apart = product.split_scale or not product.gated or product.n % BLOCK == 0
     if product.quant is Quant.FP8_BLOCK and (not apart or (product.gated and product.activation.interleaved)):
         raise ShapeError(f"n={product.n}: gate and up rows lie in one scale block of {BLOCK}")

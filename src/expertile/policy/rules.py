@@ -82,16 +82,13 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
     found = []
     if (config.block_m, config.block_n, config.block_k * item, config.swap) != (128, 256, 128, False):
         found.append(f"specialized: {config.block_m}x{config.block_n}x{config.block_k} is not 128 x 256 x 128 bytes")
-    for name in ("hidden", "inter"):
+    if config.warps != 12:
+        found.append(f"specialized: warps={config.warps}, its roles have 12")
+    for name in ("hidden", "inter"):  # 32 rows of w are reordered among themselves; TMA's 16 bytes follow
         if getattr(problem, name) % 32:
-            found.append(
-                f"specialized: {name}={getattr(problem, name)} is no multiple of 32"
-            )  # rows of w reordered at once
-    for name in ("hidden", "inter"):
-        if getattr(problem, name) * item % 16:
-            found.append(f"specialized: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
-    if problem.tokens * problem.hidden * item >= GATHERED_BYTES:
-        size = problem.tokens * problem.hidden * item
+            found.append(f"specialized: {name}={getattr(problem, name)} is no multiple of 32")
+    size = problem.tokens * problem.hidden * item
+    if size >= GATHERED_BYTES:
         found.append(f"specialized: x has {size} bytes, fewer than {GATHERED_BYTES} can be gathered")
     if problem.quant is Quant.FP8_BLOCK and act.gated and act.interleaved:
         found.append("specialized: gate and up rows alternate within a scale block")
