@@ -153,12 +153,22 @@ def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("quant", ["bf16", "fp8_channel"])
-def test_no_launch_of_a_layer_compiles_after_its_specializations_were_warmed(quant):
-    most, layer = 96, named_problem("64,48,8,2", 1, quant)
+@pytest.mark.parametrize(
+    ("sizes", "most", "quant"),
+    [
+        ("64,48,8,2", 96, "bf16"),
+        ("64,48,8,2", 96, "fp8_channel"),
+        ("64,64,4,2", 160, "bf16"),
+        ("64,64,4,2", 160, "fp8_channel"),
+    ],
+)
+def test_no_launch_of_a_layer_compiles_after_its_specializations_were_warmed(sizes, most, quant):
+    """The last two come to specialised products, whose descriptors have Gluon's layouts."""
+    layer = named_problem(sizes, 1, quant)
     weights = weights_of(layer)
     plans = [decide(layer.with_tokens(tokens), H200) for tokens in range(1, most + 1)]
     assert {plan.backend for plan in plans} == {Backend.TRITON}
+    assert any(plan.gemm1.specialized for plan in plans) == (most > 96)
     points = turning_points(layer, H200, most)
     warmed = guard.warm([spec for tokens in points for spec in specializations(plans[tokens - 1])], progress=False)
     assert warmed.compiled > 3

@@ -7,6 +7,7 @@ finds it; `expertile cache pack` makes one file of it.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from .sealing import Guard
 
 #: An integer of each class that Triton tells apart: neither 1 nor a multiple of 16, and a multiple of 16.
 _INTEGERS = {"i32": (3, 16), "i64": ((1 << 40) + 3, 1 << 40), "u64": ((1 << 63) + 3, 1 << 63)}
-_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\](?:,NVMMASharedLayout(\(.*\)))?>")  # with a layout: of Gluon
 _NARROW = ("i8", "i16", "u8", "u16", "u32")  # only by an annotation in the kernel, whatever the value
 
 
@@ -29,8 +30,9 @@ class Variant:
     """One variant of one kernel. `kernels.tiles.Specialization` has the same fields and is taken as well.
 
     kernel     a @triton.jit or @gluon.jit function
-    types      argument -> Triton type ("*bf16", "i32", "fp32", "tensordesc<bf16[64, 128]>"), a tuple of such, or a
-               value that stands for itself; those with a constant need none
+    types      argument -> Triton type ("*bf16", "i32", "fp32", "tensordesc<bf16[64, 128]>", in Gluon with the text of
+               its layout behind the sizes), a tuple of such, or a value that stands for itself; those with a constant
+               need none
     constants  the value of each tl.constexpr argument, and of every other argument that is None or 1
     divisible_by_16   arguments whose value or address is a multiple of 16; default: every pointer
     options    num_warps, num_stages, ... in the order in which the launch gives them: it is part of Triton's key
@@ -140,7 +142,8 @@ def _example(kind, divisible: bool, where: str):
     if kind.startswith("*"):
         return _pointer(kind[1:], 16 if divisible else 8, where)
     if described := _DESCRIPTOR.fullmatch(kind):
-        return _descriptor(_pointer(described[1], 16, where), [int(size) for size in described[2].split(",")])
+        block = [int(size) for size in described[2].split(",")]
+        return _descriptor(_pointer(described[1], 16, where), block, described[3])
     if kind in _INTEGERS or kind in _NARROW:
         return _INTEGERS.get(kind, _INTEGERS["i32"])[divisible]
     if kind in ("i1", "u1"):
@@ -167,12 +170,20 @@ def _pointer(element: str, address: int, where: str):
     return mock
 
 
-def _descriptor(base, block: list[int]):
-    """A tensor of one block, its rows 1024 elements apart so that any of them may start there."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def _descriptor(base, block: list[int], layout: str | None):
+    """A tensor of one block, its rows 1024 elements apart so that any of them may start there. `layout` is what stands
+    behind the name in the text of a Gluon layout: "(swizzle_byte_width=128, ...)".
+    """
     strides = [1024 ** (len(block) - 1 - axis) for axis in range(len(block))]
-    return TensorDescriptor(base, block, strides, block)
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(base, block, strides, block)
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    said = {each.arg: ast.literal_eval(each.value) for each in ast.parse(f"f{layout}", mode="eval").body.keywords}
+    return TensorDescriptor(base, block, strides, block, NVMMASharedLayout(**said))
 
 
 def _check(variant, param, value, specialized: tuple) -> None:
