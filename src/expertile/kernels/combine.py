@@ -11,7 +11,7 @@ import triton.language as tl
 from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _combine_kernel(
     y_ptr,  # [T * TOP_K, HIDDEN]; slots that were skipped hold anything
     ids_ptr,  # [T, TOP_K]

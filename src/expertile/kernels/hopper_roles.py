@@ -202,7 +202,8 @@ def _write(y, n, y_row, keep, group, y_ptr, y_scale_ptr, N: gl.constexpr, OUT_QU
         y = y / gl.load(y_scale_ptr)
     elif OUT_QUANT == "block":
         scale = gl.maximum(gl.max(gl.abs(gl.where((n < N)[None, :], y, 0.0)), 1), 1e-10) / 448.0
-        gl.store(y_scale_ptr + y_row.to(gl.int64) * ((N + 127) // 128) + group, scale, mask=keep)
+        there = keep & (group * 128 < N)  # a tile may reach past the last group
+        gl.store(y_scale_ptr + y_row.to(gl.int64) * ((N + 127) // 128) + group, scale, mask=there)
         y = y / scale[:, None]
     if OUT_QUANT != "":
         y = gl.minimum(gl.maximum(y, -448.0), 448.0)

@@ -100,7 +100,7 @@ def _place_rows(
             tl.store(tiles_ptr + (t0 + place) * 4, tl.full((BLOCK,), -1, tl.int32), mask=t0 + place < max_tiles)
 
 
-@triton.jit(do_not_specialize=["slots", "max_tiles", "programs"])
+@triton.jit(do_not_specialize=["slots", "total", "max_tiles", "programs"])
 def _route_kernel(
     ids_ptr,  # [T * top_k]
     map_ptr,  # [total]

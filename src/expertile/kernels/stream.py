@@ -57,7 +57,7 @@ def _row_absmax(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.max(absmax, 0)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "total"])
 def _stream_up_kernel(
     x_ptr,  # [T, K]
     w_ptr,  # [E, N or 2N, K]
@@ -156,7 +156,7 @@ def _stream_up_kernel(
     tl.store(h_ptr + slot.to(tl.int64) * N + n, h.to(h_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "total"])
 def _stream_down_kernel(
     h_ptr,  # [T * TOP_K, K]
     w_ptr,  # [E, N, K]
