@@ -249,6 +249,9 @@ def _sum_of_blocks(
     UP: gl.constexpr = (N + 127) // 128 if GATED else 1  # rows of scale blocks from the left half to the right
     IN_ALL: gl.constexpr = 2 * UP if SPLIT_SCALE else (ROWS + 127) // 128
     ws = w_scale_ptr + (e * IN_ALL + block * Y_BLOCKS) * K_BLOCKS
+    ws_right = ws + UP * K_BLOCKS
+    if not GATED:  # the right half of the last tile may lie past the table
+        ws_right = w_scale_ptr + (e * IN_ALL + gl.minimum(block * Y_BLOCKS + 1, IN_ALL - 1)) * K_BLOCKS
     row = gl.minimum(first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), end - 1)
     if GATHER:
         row = gl.load(gather_ptr + row) // TOP_K
@@ -260,7 +263,7 @@ def _sum_of_blocks(
         s = it % STAGES
         x_now = gl.load(xs + kb)  # on their way while the first product runs
         left_now = gl.load(ws + kb)
-        right_now = gl.load(ws + UP * K_BLOCKS + kb)
+        right_now = gl.load(ws_right + kb)
         mbarrier.wait(ready.index(s), (it // STAGES) & 1)
         a = a_bufs.index(s).slice(half * 64, 64, dim=0)
         w = w_bufs.index(s).reshape((256, 128))
