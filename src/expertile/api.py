@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import lru_cache
 from math import isfinite
 
 import torch
@@ -11,12 +13,14 @@ from . import policy
 from .errors import ShapeError, UnsupportedProblem
 from .hardware import Hardware
 from .plans import Backend, Plan
-from .policy import decide
+from .policy import Settings, decide
+from .policy.settings import from_environment
 from .problem import Problem
 from .problem import activation as named_activation
 from .quantization import prepare_weights
 from .router import Router
 from .router import router as named_router
+from .runtime.backends import installed
 from .runtime.device import detect
 from .runtime.execute import run
 from .runtime.torch_router import route_torch
@@ -84,10 +88,10 @@ def moe(
     total = weights.experts if expert_map is None else expert_map.numel()
     if plan is None:
         problem = weights.problem(x.shape[0], ids.shape[1], total_experts=total, weight_on_input=weight_on_input)
-        plan = decide(problem, hardware or detect(x.device), _backend(backend))
+        plan = decide(problem, hardware or detect(x.device), _backend(backend), settings())
     else:
         _check_plan(plan, weights, x, ids, total, weight_on_input, backend)
-    if plan.backend is not Backend.TRITON and x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not plan.backend.captures and x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedProblem(f"backend={plan.backend.value} reads counts on the host: not under CUDA-graph capture")
     out = _check_out(out, x)
     return run(
@@ -122,7 +126,13 @@ def plan(problem: Problem, hardware: Hardware | str | None = None, backend: str 
     """How `moe` would compute this problem on this device (default: the one at hand)."""
     if isinstance(hardware, str):
         hardware = policy.device(hardware)
-    return decide(problem, hardware or detect(), _backend(backend))
+    return decide(problem, hardware or detect(), _backend(backend), settings())
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """What EXPERTILE_POLICY asks for in this process (docs/policy.md), read when it is first needed."""
+    return from_environment(os.environ, installed())
 
 
 def explain(what: Plan | Problem, hardware: Hardware | str | None = None) -> str:

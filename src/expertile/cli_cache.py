@@ -88,20 +88,15 @@ def _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_t
 
 def layer_variants(problem: str, quant: str, static_scale: bool, expert_map: bool, max_tokens: int, hardware) -> list:
     """The Specializations that calls of this layer with 1 ... max_tokens tokens ask for."""
-    from .plans import Backend
-    from .policy import decide
     from .problem import Quant, named_problem
-    from .runtime.triton_experts import specializations
-    from .warming import turning_points
+    from .warming import variants
 
     if max_tokens < 1:
         raise ExpertileError(f"max_tokens={max_tokens}: give at least 1")
     layer = named_problem(problem, 1, quant, static_scale=static_scale)
     found = []
     for split_scale in (False, True) if layer.quant is Quant.FP8_BLOCK else (False,):
-        for tokens in turning_points(layer, hardware, max_tokens, split_scale, expert_map):
-            plan = decide(layer.with_tokens(tokens), hardware)
-            found += specializations(plan, split_scale, expert_map) if plan.backend is Backend.TRITON else []
+        found += variants(layer, hardware, max_tokens, split_scale, expert_map)
     if not found:
         raise ExpertileError(f"problem={problem!r} compiles nothing on {hardware.name}: its backend is not triton")
     return found

@@ -18,6 +18,7 @@ from .errors import ExpertileError, MissingExtra, ShapeError
 from .hardware import H200, Hardware
 from .plans import Backend, Plan
 from .policy import decide, explain
+from .policy.libraries import LIBRARIES
 from .problem import LAYERS, named_problem
 
 PROMPTS = ("The :mod:`json` module", "Return a new list", "def main():\n")
@@ -183,7 +184,7 @@ def why(plan: Plan) -> str:
     """The source of the choice, and what the others would have cost or why they could not."""
     others = []
     for other in plan.candidates:
-        if other.backend in (plan.backend, Backend.REFERENCE):
+        if other.backend in (plan.backend, Backend.REFERENCE) or (other.backend in LIBRARIES and other.reasons):
             continue
         price = "; ".join(other.reasons) or f"{other.time_us:.0f} us"
         others.append(f"{other.backend.value}: {price}")

@@ -19,6 +19,23 @@ class Backend(str, Enum):
     REFERENCE = "reference"  # float64, any device, the oracle
     TORCH = "torch"  # torch's own matrix products, any device
     TRITON = "triton"  # our kernels
+    VLLM_TRITON = "vllm-triton"  # the others are other libraries' kernels, called by runtime/backends
+    VLLM_CUTLASS = "vllm-cutlass"
+    VLLM_DEEPGEMM = "vllm-deepgemm"
+    FLASHINFER_CUTLASS = "flashinfer-cutlass"
+    TRITON_KERNELS = "triton-kernels"
+
+    @property
+    def captures(self) -> bool:
+        """Whether a call can be captured in a CUDA graph: it asks nothing of the host."""
+        return self not in (Backend.REFERENCE, Backend.TORCH)
+
+
+class Layout(str, Enum):
+    """How the weights lie in memory."""
+
+    CHECKPOINT = "checkpoint"  # as Weights describes them
+    UP_FIRST = "up_first"  # up rows before gate rows, inter padded: FlashInfer's
 
 
 class Stream(str, Enum):
@@ -27,6 +44,7 @@ class Stream(str, Enum):
     NO = "no"
     DOWN = "down"  # GEMM2: no combine after it
     BOTH = "both"  # no routing before it either
+    RING = "ring"  # both products in one launch (kernels/decode_experts.py): every token meets every expert that is hit
 
 
 @dataclass(frozen=True)
@@ -71,12 +89,21 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that was looked at: its price, or the reasons why it cannot run."""
+    """A backend that was looked at: its price, or the reasons why it cannot run.
+
+    source   where time_us comes from
+    layout, layout_bytes, load_us   how it wants the weights; what a copy of theirs takes, once, where that is another
+    scratch_bytes   memory of one call beside its result, as far as it is known
+    """
 
     backend: Backend
     reasons: tuple[str, ...] = ()
     time_us: float | None = None
-    source: str = ""  # where time_us comes from
+    source: str = ""
+    layout: Layout = Layout.CHECKPOINT
+    layout_bytes: int = 0
+    load_us: float = 0.0
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +117,7 @@ class Plan:
     sms             multiprocessors of the device: as many blocks as a specialised product has
     source          "measured: ..." or "model: ..." or "forced"
     candidates      every backend that was looked at
+    routing         how tokens are assumed to spread over the experts (policy/histogram.py)
     """
 
     problem: Problem
@@ -105,6 +133,7 @@ class Plan:
     source: str = ""
     candidates: tuple[Candidate, ...] = ()
     sms: int = H200.sms
+    routing: str = "uniform"
 
     @property
     def name(self) -> str:
@@ -121,6 +150,7 @@ class Plan:
             Stream.NO: (up.name, down.name),
             Stream.DOWN: (up.name, streamed_down),
             Stream.BOTH: (streamed_up, streamed_down),
+            Stream.RING: (f"ring {up.block_m}x{up.block_n}x{up.block_k} s{up.stages}", "the same"),
         }[self.stream]
         return f"triton[{names[0]} | {names[1]}]{flags}"
 
@@ -140,6 +170,8 @@ class Plan:
         streamed_h = Buffer("h", (p.rows, p.inter), "fp8" if p.static_scale else item)
         if self.stream is Stream.BOTH:
             return (streamed_h,)
+        if self.stream is Stream.RING:
+            return self._ring_buffers()
         found = [
             Buffer("gather", (p.rows,), "i32"),
             Buffer("offsets", (p.experts + 1,), "i32"),
@@ -163,6 +195,16 @@ class Plan:
                 found += [Buffer("h", (p.rows, p.inter), item)]
         return (*found, Buffer("y", (p.rows, p.hidden), item))
 
+    def _ring_buffers(self) -> tuple[Buffer, ...]:
+        p, item, rows = self.problem, self.problem.dtype.value, self.problem.experts * self.gemm1.block_m
+        found = [Buffer("hit", (1 + p.experts,), "i32"), Buffer("counters", (1 + p.experts,), "i32")]
+        if p.quant is not Quant.NONE:
+            found += [Buffer("x_q", (p.tokens, p.hidden), "fp8"), *scale_buffers("x_scale", p.tokens, p.hidden, p)]
+            found += [Buffer("h_q", (rows, p.inter), "fp8"), *scale_buffers("h_scale", rows, p.inter, p)]
+        if p.quant is Quant.NONE or not (p.static_scale or p.quant is Quant.FP8_BLOCK):
+            found += [Buffer("h", (rows, p.inter), item)]
+        return (*found, Buffer("y", (p.rows, p.hidden), item))
+
     @property
     def workspace_bytes(self) -> int:
         return sum(-(-buffer.bytes // ALIGN) * ALIGN for buffer in self.buffers)
@@ -179,13 +221,28 @@ class Plan:
         for name in ("gemm1", "gemm2"):
             data[name] = GemmConfig(**data[name]) if data[name] else None
         data["candidates"] = tuple(
-            Candidate(Backend(c["backend"]), tuple(c["reasons"]), c["time_us"], c["source"]) for c in data["candidates"]
+            Candidate(Backend(c.pop("backend")), tuple(c.pop("reasons")), layout=Layout(c.pop("layout")), **c)
+            for c in data["candidates"]
         )
         return cls(**data)
 
 
 ROUTE_BLOCK = 256  # routed rows that one program of the routing kernel places
 SCAN_ROWS = 2048  # up to here every such program counts all ids itself; beyond, a launch of its own does
+
+
+RING_TOKENS = 64  # up to here a plan can have Stream.RING
+SM_SMEM_BYTES = 233472  # shared memory of an SM; each block takes 1 KiB of it for itself
+
+
+def ring_smem_bytes(config: GemmConfig) -> int:
+    """Shared memory of one block of a ring, from above: the stages, tiles that are turned for the store, barriers."""
+    return config.stages * 128 * (config.block_n + config.block_m) + config.block_n * config.block_m + 1024
+
+
+def ring_blocks(config: GemmConfig) -> int:
+    """Blocks of a ring that an SM runs at once: two where they fit."""
+    return 2 if 2 * (ring_smem_bytes(config) + 1024) <= SM_SMEM_BYTES else 1
 
 
 def route_programs(rows: int) -> int:
@@ -207,6 +264,7 @@ __all__ = [
     "Candidate",
     "DType",
     "GemmConfig",
+    "Layout",
     "Plan",
     "ROUTE_BLOCK",
     "SCAN_ROWS",

@@ -211,18 +211,15 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Problem:
-    """The Problem of a key of LAYERS, or of "H,I,E,k"; quant as a benchmark row has it (bf16, fp16, fp8_...).
+    """The Problem of a key of LAYERS, or of "H,I,E,k", which an activation and `bias` may follow; quant as a benchmark
+    row has it (bf16, fp16, fp8_...).
 
     >>> named_problem("64,32,8,2", tokens=4).hidden
     64
+    >>> named_problem("64,32,8,2,swiglu_oai/interleaved,bias", tokens=4).activation.interleaved
+    True
     """
-    if name in LAYERS:
-        layer = dict(LAYERS[name])
-    else:
-        parts = name.split(",")
-        if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-            raise ShapeError(f"problem={name!r} is neither H,I,E,k nor one of {', '.join(LAYERS)}")
-        layer = dict(zip(("hidden", "inter", "experts", "top_k"), map(int, parts), strict=True))
+    layer = dict(LAYERS[name]) if name in LAYERS else _sized(name)
     if quant in [dtype.value for dtype in DType]:
         layer.update(dtype=quant, quant=Quant.NONE)
     elif quant in [quant.value for quant in Quant if quant is not Quant.NONE]:
@@ -231,3 +228,21 @@ def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Prob
         known = [*(dtype.value for dtype in DType), *(q.value for q in Quant if q is not Quant.NONE)]
         raise ShapeError(f"quant={quant!r} is not known: use one of {', '.join(known)}")
     return Problem(tokens=tokens, **{**layer, **fields})
+
+
+def _sized(name: str) -> dict[str, Any]:
+    """Fields of the Problem "H,I,E,k[,activation][,bias]"."""
+    parts = [part.strip() for part in name.split(",")]
+    sizes, further = parts[:4], parts[4:]
+    bias = further[-1:] == ["bias"]
+    named = further[:-1] if bias else further
+    if len(sizes) != 4 or not all(part.isdigit() for part in sizes) or len(named) > 1:
+        raise ShapeError(f"problem={name!r} is neither H,I,E,k[,activation][,bias] nor one of {', '.join(LAYERS)}")
+    found: dict[str, Any] = dict(zip(("hidden", "inter", "experts", "top_k"), map(int, sizes), strict=True), bias=bias)
+    for text in named:
+        act, _, order = text.partition("/")
+        if act not in ACTIVATIONS or order not in ("", "interleaved"):
+            known = f"one of {', '.join(ACTIVATIONS)}, and /interleaved or nothing behind it"
+            raise ShapeError(f"problem={name!r}: {text!r} is not {known}; known layers: {', '.join(LAYERS)}")
+        found["activation"] = activation(act, interleaved=order == "interleaved")
+    return found

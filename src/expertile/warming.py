@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from .api import moe
+from .api import plan as planned
 from .errors import ShapeError
 from .hardware import Hardware
 from .plans import Backend
-from .policy import decide
 from .problem import Problem
 from .runtime.device import detect
 from .runtime.workspace import Workspace
 from .weights import DTYPES, Weights
+
+if TYPE_CHECKING:
+    from .kernels.tiles import Specialization
 
 
 def turning_points(
     problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool = False, mapped: bool = False
 ) -> list[int]:
     """The smallest numbers of tokens in 1 ... max_tokens whose calls together ask for every variant of every kernel."""
+    return [tokens for tokens, _ in _new_variants(problem, hardware, max_tokens, split_scale, mapped)]
+
+
+def variants(
+    problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool = False, mapped: bool = False
+) -> list[Specialization]:
+    """Every variant of every kernel that calls of 1 ... max_tokens tokens ask for, for `guard.warm`."""
+    found = _new_variants(problem, hardware, max_tokens, split_scale, mapped)
+    return [spec for _, new in found for spec in new]
+
+
+def _new_variants(problem, hardware, max_tokens, split_scale, mapped) -> Iterator[tuple[int, list[Specialization]]]:
+    """(tokens, what a call with so many asks for and none with fewer does), where there is any."""
     from .runtime.triton_experts import specializations
 
     seen: set = set()
-    found = []
     for tokens in range(1, max_tokens + 1):
-        plan = decide(problem.with_tokens(tokens), hardware)
+        plan = planned(problem.with_tokens(tokens), hardware)
         if plan.backend is Backend.TRITON:
-            new = {_variant(spec) for spec in specializations(plan, split_scale, mapped)} - seen
+            asked = {_variant(spec): spec for spec in specializations(plan, split_scale, mapped)}
+            new = [spec for key, spec in asked.items() if key not in seen]
             if new:
-                seen |= new
-                found.append(tokens)
-    return found
+                seen |= set(asked)
+                yield tokens, new
 
 
 def _variant(spec) -> tuple:
@@ -70,4 +86,4 @@ def warm(
     return points
 
 
-__all__ = ["turning_points", "warm"]
+__all__ = ["turning_points", "variants", "warm"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -84,7 +85,7 @@ class Weights:
         )
 
     def problem(self, tokens: int, top_k: int, *, total_experts=None, weight_on_input: bool = False) -> Problem:
-        return Problem(
+        return _problem(
             tokens=tokens,
             hidden=self.hidden,
             inter=self.inter,
@@ -98,6 +99,9 @@ class Weights:
             weight_on_input=weight_on_input,
             total_experts=total_experts,
         )
+
+
+_problem = lru_cache(maxsize=4096, typed=True)(Problem)  # a layer asks for the same one on every step
 
 
 def check_weights(w: Weights) -> None:

@@ -20,7 +20,7 @@ from expertile import reference
 from expertile.api import prepare
 from expertile.hardware import H200
 from expertile.plans import Backend, GemmConfig, Plan, Stream
-from expertile.policy import tile_reasons
+from expertile.policy import ring_reasons, tile_reasons
 from expertile.policy.tiles import fused_quant, stream_tiles
 from expertile.problem import BLOCK, Problem, activation
 from expertile.reference import local_ids
@@ -215,6 +215,15 @@ def make_stream_plan(layer: Layer, gemm1: GemmConfig | None = None) -> Plan:
     return Plan(problem, "h200", Backend.TRITON, gemm1 or up, down, stream=stream, pdl=not INTERPRETER)
 
 
+def make_ring_plan(layer: Layer, block_n: int = 128, stages: int = 4) -> Plan:
+    """Both products in one launch."""
+    problem = problem_of(layer)
+    block_m = max(8, 1 << (problem.tokens - 1).bit_length())
+    wide = 64 if layer.case.quant == "none" else 128
+    tile = GemmConfig(block_m, block_n, wide, 8, stages, True, 1, True)
+    return Plan(problem, "h200", Backend.TRITON, tile, tile, stream=Stream.RING, pdl=not INTERPRETER)
+
+
 def problem_of(layer: Layer) -> Problem:
     total = None if layer.expert_map is None else layer.expert_map.numel()
     case = layer.case
@@ -223,9 +232,11 @@ def problem_of(layer: Layer) -> Problem:
 
 def skip_if_refused(plan: Plan):
     """Skips a tile that the policy would not give to this problem, with its reasons."""
-    tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
+    tiles = {Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}.get(plan.stream, ())
     reasons = [reason for tile in tiles for reason in tile_reasons(tile, plan.problem, H200)]
-    if INTERPRETER and any(tile.specialized for tile in tiles):
+    if plan.stream is Stream.RING:
+        reasons += ring_reasons(plan.gemm1, plan.problem, H200)
+    if INTERPRETER and (plan.stream is Stream.RING or any(tile.specialized for tile in tiles)):
         reasons.append("Gluon has no interpreter")
     if reasons:
         pytest.skip("; ".join(dict.fromkeys(reasons)))
@@ -335,12 +346,28 @@ def check_moe(plan: Plan, layer: Layer, scaling_factor: float = 1.0):
 
 
 def check_stages(y, buffers, plan: Plan, layer: Layer, scaling_factor: float):
-    """fp8: h is float64's, rounded to e4m3 or to its neighbour where it lies between the two; y follows from that h."""
+    """fp8, stage by stage: x is rounded to e4m3, or to its neighbour where it lies between the two; h is float64's for
+    that x, rounded likewise; y follows from that h.
+    """
     w, slots = layer.weights, layer.local.reshape(-1)
-    exact = exact_h(layer)
+    x_q = (buffers["x_q"], buffers.get("x_scale", w.x_scale)) if "x_q" in buffers else None
+    if x_q is not None:
+        x, nearest = (
+            reference.dequantize(q, x_q[1]) for q in (x_q[0], reference.quantize(layer.x, w.quant, x_q[1])[0])
+        )
+        exact_x = layer.x.double()
+        assert ((x - exact_x).abs() <= (nearest - exact_x).abs() + 1e-6 * exact_x.abs()).all()
+        if not layer.case.static:
+            want = reference.quantize(layer.x, w.quant)[1]
+            assert ((x_q[1] - want).abs() <= 1e-6 * want).all()
+    exact = exact_h(layer, x_q)
     most = exact.abs().amax(1, keepdim=True)
     unsure = torch.finfo(layer.x.dtype).eps * exact.abs() + (EPSILON + 4 * FP8_SUM) * most  # of h before it is e4m3
-    if plan.stream is Stream.NO:
+    if plan.stream is Stream.RING:  # h lies by expert and token
+        slot = (slots >= 0).nonzero().flatten()
+        row = slots[slot] * plan.gemm1.block_m + slot // layer.case.top_k
+        q, scale = buffers["h_q"][row], w.h_scale if layer.case.static else buffers["h_scale"][row]
+    elif plan.stream is Stream.NO:
         slot = buffers["gather"][: int(buffers["offsets"][-1])].long()
         q, scale = buffers["h_q"][: len(slot)], buffers.get("h_scale", w.h_scale)
         scale = scale if layer.case.static else scale[: len(slot)]
@@ -367,10 +394,14 @@ def check_stages(y, buffers, plan: Plan, layer: Layer, scaling_factor: float):
     assert row_error(y, ref) <= 1.5 * row_error(rounded, ref) + EPSILON + FP8_SUM
 
 
-def exact_h(layer: Layer):
-    """h of every slot, [T * top_k, I] float64, before it is rounded; zero or so where the slot is skipped."""
+def exact_h(layer: Layer, x_q=None):
+    """h of every slot, [T * top_k, I] float64, before it is rounded; zero or so where the slot is skipped.
+
+    x_q   (q, scale) that the kernels made of x; rounded here otherwise
+    """
     w, slots = layer.weights, layer.local.reshape(-1)
-    x = reference.dequantize(*reference.quantize(layer.x, w.quant, w.x_scale)).repeat_interleave(layer.case.top_k, 0)
+    x = reference.dequantize(*(x_q or reference.quantize(layer.x, w.quant, w.x_scale)))
+    x = x.repeat_interleave(layer.case.top_k, 0)
     gate_up = reference.grouped_gemm(x, reference.dequantize_weights(w)[0], slots)
     if layer.case.weight_on_input:
         gate_up *= layer.probs.reshape(-1, 1)

@@ -350,11 +350,11 @@ def test_report_of_other_rows_is_no_crash(tmp_path):
 @pytest.mark.parametrize("quant", ["bf16", "fp8_tensor"])
 @pytest.mark.parametrize("activation, padded", [("silu", 80), ("relu2", 128)])
 def test_flashinfer_layout_is_the_same_layer(quant, activation, padded):
-    from expertile.bench.peers.flashinfer import _layout
+    from expertile.runtime.backends.flashinfer import up_first
 
     problem = named_problem("32,72,3,2", 4, quant, activation=activation)
     weights = inputs.make_weights(problem, DEVICE, 0)
-    w13, w2 = _layout(weights)
+    w13, w2 = up_first(weights)
     gated = weights.activation.gated
     assert w13.shape == (3, padded * (2 if gated else 1), 32) and w2.shape == (3, 32, padded)
     first = w13.float().unflatten(1, (-1, padded))

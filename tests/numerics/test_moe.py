@@ -21,6 +21,7 @@ from .kernel_inputs import (
     check_moe,
     make_layer,
     make_plan,
+    make_ring_plan,
     make_stream_plan,
     row_error,
     run_kernels,
@@ -69,6 +70,33 @@ def test_a_layer_by_specialized_warps(fields, tokens, dtype):
     skip_if_refused(plan)
     there, back = check_moe(plan, layer), run_kernels(plan, layer, backwards=True)
     assert torch.equal(there.view(torch.int16), back.view(torch.int16)), "depends on the order of the tiles"
+
+
+@DTYPE
+@pytest.mark.parametrize("tokens", [1, 3, 16, 21, 64])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(),
+        dict(hidden=416, inter=80, top_k=3),
+        dict(activation="relu2", bias=True),
+        dict(activation="relu2", quant="fp8_tensor", static=True, inter=96),
+        dict(quant="fp8_tensor", ids="bad", mapped=True, bias=True),
+        dict(quant="fp8_tensor", static=True, ids="twice"),
+        dict(quant="fp8_channel", ids="one", hidden=2064, inter=640),
+        dict(quant="fp8_block", hidden=416, inter=256),
+        dict(quant="fp8_block", bias=True, mapped=True, ids="bad"),
+        dict(quant="fp8_block", activation="relu2", inter=320, ids="twice"),
+    ],
+    ids=str,
+)
+def test_a_layer_in_one_ring(fields, tokens, dtype):
+    layer = make_layer(Case(**{"tokens": tokens, "hidden": 288, "inter": 128, "dtype": dtype, **fields}))
+    plan = make_ring_plan(layer, block_n=256 if layer.case.quant == "fp8_block" else 128)
+    skip_if_refused(plan)
+    first = check_moe(plan, layer)
+    again = run_kernels(plan, layer)
+    assert torch.equal(first.view(torch.int16), again.view(torch.int16)), "depends on which block comes first"
 
 
 @BOTH

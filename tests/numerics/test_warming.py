@@ -38,6 +38,8 @@ def test_the_turning_points_ask_for_all_that_any_number_of_tokens_asks_for(name,
 
     warmed = set().union(*map(variants, points))
     assert all(variants(tokens) <= warmed for tokens in range(1, MOST + 1))
+    asked = [warming._variant(spec) for spec in warming.variants(problem, H200, MOST)]
+    assert set(asked) == warmed and len(asked) == len(warmed), "for guard.warm: each variant once"
     for index, tokens in enumerate(points):
         assert not variants(tokens) <= set().union(*map(variants, points[:index])), f"T={tokens} brings nothing new"
 

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, and how it says no."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,29 @@ def test_a_forced_backend_is_the_one_explained():
     assert "-> reference" in expertile("explain", "--tokens", "4", "--backend", "reference").stdout
 
 
+def test_in_full_it_has_every_library_the_row_and_what_would_change_it():
+    words = ("explain", "--problem", "qwen3-30b-a3b", "--quant", "fp8_block", "--tokens", "16", "--full")
+    done = expertile(*words, "--libraries", "vllm=0.26.0", "--routing", "zipf1.2")
+    assert done.returncode == 0, done.stderr
+    for word in ("vllm-triton", "flashinfer-python is not installed", "table: T=16", "what would change it", "zipf1.2"):
+        assert word in done.stdout
+    found = json.loads(expertile(*words, "--json").stdout)
+    assert found["table_row"].startswith("T=16") and found["would_change"]
+
+
+def test_the_process_and_a_file_override_the_policy(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"problems": [{"problem": "64,32,8,2", "backend": "torch"}]}))
+    words = ("explain", "--tokens", "4", "--problem", "64,32,8,2")
+    assert "-> torch" in expertile(*words, "--policy", str(path)).stdout
+    assert "-> triton" in expertile(*words).stdout
+    forced = subprocess.run(
+        [sys.executable, "-m", "expertile.cli", *words, "--device", "cpu"],
+        capture_output=True, text=True, env=os.environ | {"EXPERTILE_POLICY": "triton"},
+    )  # fmt: skip
+    assert forced.returncode == 2 and "backend=triton cannot" in forced.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -41,6 +65,11 @@ def test_a_forced_backend_is_the_one_explained():
         (("explain", "--backend", "cuda"), "cuda"),
         (("explain", "--backend", "triton", "--device", "cpu"), "Hopper"),
         (("demo", "--model", "nowhere"), "nowhere"),
+        (("explain", "--routing", "random"), "random"),
+        (("explain", "--libraries", "vllm"), "vllm"),
+        (("explain", "--layout", "sideways"), "sideways"),
+        (("explain", "--policy", "fastest"), "fastest"),
+        (("explain", "--backend", "vllm-triton", "--tokens", "4"), "vllm is not installed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

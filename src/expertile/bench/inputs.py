@@ -21,6 +21,7 @@ from ..hardware import Hardware
 from ..problem import Problem
 from ..router import Router
 from ..weights import DTYPES, FP8_MAX, Weights
+from . import trace
 from .floor import weight_bytes
 
 X_REACH, H_REACH = 8.0, 64.0  # largest |x| and |h| that the static scales can hold
@@ -108,10 +109,14 @@ def make_logits(problem: Problem, routing: str, generator: torch.Generator) -> t
     uniform  every expert alike
     zipf<a>  drawn without replacement with probability ~ 1 / rank^a; which expert has which rank differs between calls
     hot      one expert has half of all slots, or, where distinct ids forbid that (top_k > 2), one slot of every token
+    trace:<file>  as recorded (trace.py), from a token on that differs between calls
     """
     tokens, experts, device = problem.tokens, problem.experts, generator.device
     noise = -torch.empty(tokens, experts, device=device).exponential_(generator=generator).log()  # Gumbel
     order = torch.randperm(experts, device=device, generator=generator)
+    if routing.startswith(trace.PREFIX):
+        start = int(torch.randint(1 << 30, (), device=device, generator=generator))
+        return trace.logits(problem, routing, noise, start)
     found = _ZIPF.fullmatch(routing)
     if found:
         return noise - float(found[1]) * (order + 1.0).log()
@@ -128,8 +133,11 @@ def make_logits(problem: Problem, routing: str, generator: torch.Generator) -> t
 
 def check_routing(routing: str) -> None:
     """Raises ShapeError for a routing that `make_logits` does not know."""
-    if routing not in ROUTINGS and not _ZIPF.fullmatch(routing):
-        raise ShapeError(f"routing={routing!r} is not known: use one of {', '.join(ROUTINGS)} (or another exponent)")
+    if routing.startswith(trace.PREFIX):
+        trace.load(routing.removeprefix(trace.PREFIX))
+    elif routing not in ROUTINGS and not _ZIPF.fullmatch(routing):
+        known = ", ".join(ROUTINGS)
+        raise ShapeError(f"routing={routing!r} is not known: use one of {known} (or another exponent), trace:FILE")
 
 
 def experts_hit(ids: torch.Tensor) -> int:

@@ -51,9 +51,30 @@ BENCHES = {
         **dict.fromkeys(("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50"), NUMBER),
         "run": COUNT,
     },
+    "load": {
+        **dict.fromkeys(("endpoint", "api", "lengths", "arrival"), TEXT),
+        "concurrency": COUNT,
+        "rate": NUMBER,
+        **dict.fromkeys(("requests", "failed", "cut", "input_tokens", "output_tokens"), COUNT),
+        "seconds": POSITIVE,
+        **dict.fromkeys(("requests_per_s", "output_tokens_per_s", "tokens_per_s"), NUMBER),
+        **{
+            f"{time}_ms_{of}": NUMBER
+            for time in ("ttft", "tpot", "itl", "e2el")
+            for of in ("mean", "p50", "p90", "p99")
+        },
+    },
 }
-#: What a row may have beside them: the spread of its replays, and the router of a layer.
-OPTIONAL = {"p10_us": POSITIVE, "p90_us": POSITIVE, "router": TEXT, "tpot_ms_p99": NUMBER}
+#: What a row may have beside them: the spread of its replays, the router of a layer, the bounds of a
+#: load and how many requests a second were within them.
+OPTIONAL = {
+    "p10_us": POSITIVE,
+    "p90_us": POSITIVE,
+    "router": TEXT,
+    "tpot_ms_p99": NUMBER,
+    "slo": TEXT,
+    "goodput_per_s": NUMBER,
+}
 
 
 def environment(gpu: str, commit: str | None = None) -> dict[str, str]:
@@ -62,7 +83,7 @@ def environment(gpu: str, commit: str | None = None) -> dict[str, str]:
 
     return {
         "date": date.today().isoformat(),
-        "commit": commit or _commit(),
+        "commit": commit or commit_of_source(),
         "gpu": gpu,
         "driver": "none" if gpu == "cpu" else _driver(),
         "torch": str(torch.__version__),
@@ -160,7 +181,7 @@ def _is(kind: str, value) -> bool:
     return value > 0 if kind == POSITIVE else value >= 0
 
 
-def _commit() -> str:
+def commit_of_source() -> str:
     """Commit of the checkout this file is part of, "-dirty" when it was changed; else the installed version."""
     here = Path(__file__).resolve()
     if _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from ..hardware import Hardware
-from ..plans import Backend, GemmConfig
+from ..plans import RING_TOKENS, Backend, GemmConfig, ring_smem_bytes
 from ..problem import BLOCK, DType, Problem, Quant
+from .libraries import LIBRARIES, Installed, library_reasons
 from .model import smem_bytes
 
 MAX_EXPERTS = 2047  # the routing kernel keeps one counter an expert in registers
 MAX_ROWS = 2**31 - 2**20  # routed rows are numbered in int32
 
 
-def reasons(backend: Backend, problem: Problem, hardware: Hardware) -> list[str]:
-    """Why this backend cannot run this problem on this device."""
+def reasons(backend: Backend, problem: Problem, hardware: Hardware, installed: Installed = ()) -> list[str]:
+    """Why this backend cannot run this problem on this device; other libraries only if `installed` names them."""
+    if backend in LIBRARIES:
+        return library_reasons(backend, problem, hardware, installed)
     return RULES[backend](problem, hardware)
 
 
@@ -38,6 +41,7 @@ def _triton(problem: Problem, hardware: Hardware) -> list[str]:
     return found
 
 
+#: The rules of what is ours; those of other libraries are data (libraries.py).
 RULES = {Backend.REFERENCE: _reference, Backend.TORCH: _torch, Backend.TRITON: _triton}
 
 
@@ -110,3 +114,36 @@ def stream_reasons(problem: Problem) -> list[str]:
             f"inter={problem.inter} x top_k={problem.top_k} needs {need} bytes of registers, {STREAM_BYTES} are planned"
         ]
     return []
+
+
+RING_CHOICES = 16  # of a token, held in registers
+RING_BLOCK_TOKENS = 32  # with fp8_block's scales the sums of more tokens exceed the registers
+
+
+def ring_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> list[str]:
+    """Why both products cannot run in one launch with this tile (kernels/decode_experts.py)."""
+    item, act = problem.dtype.bytes if problem.quant is Quant.NONE else 1, problem.activation
+    block = problem.quant is Quant.FP8_BLOCK
+    found = []
+    most = min(config.block_m, RING_BLOCK_TOKENS if block else RING_TOKENS)
+    if problem.tokens > most:
+        found.append(f"ring: tokens={problem.tokens}, a tile of {config.block_m} holds {most} in {problem.label}")
+    if config.block_m not in (8, 16, 32, 64) or config.block_n not in (128, 256) or config.block_k * item != 128:
+        found.append(f"ring: {config.block_m}x{config.block_n}x{config.block_k} is not 8-64 x 128|256 x 128 bytes")
+    if block and config.block_n != 2 * BLOCK:
+        found.append(f"ring: block_n={config.block_n}, h is quantised in blocks of {BLOCK} columns: 256 is needed")
+    need = ring_smem_bytes(config)
+    if need > hardware.smem_bytes:
+        found.append(f"ring: needs {need} bytes of shared memory, {hardware.name} has {hardware.smem_bytes}")
+    for name in ("hidden", "inter"):
+        if getattr(problem, name) * item % 16:
+            found.append(f"ring: rows of {name}={getattr(problem, name)} are no multiple of 16 bytes")
+    if problem.top_k > RING_CHOICES:
+        found.append(f"ring: top_k={problem.top_k} is more than {RING_CHOICES}")
+    if problem.weight_on_input:
+        found.append("ring: slots of one expert share h, the router's weight cannot go into it")
+    if act.gated and act.interleaved:
+        found.append("ring: gate and up rows alternate, a box holds neighbours")
+    if block and act.gated and problem.inter % BLOCK:
+        found.append(f"ring: inter={problem.inter} puts gate and up rows in one scale block of {BLOCK}")
+    return found

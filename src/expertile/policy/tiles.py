@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..hardware import Hardware
-from ..plans import GemmConfig
+from ..plans import GemmConfig, ring_blocks
 from ..problem import BLOCK, Problem, Quant
-from .rules import stream_reasons, tile_reasons
+from .rules import ring_reasons, stream_reasons, tile_reasons
 
 STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
@@ -28,6 +28,21 @@ def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
     row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
     columns = max(1, min(16, 32768 // row))
     return GemmConfig(16, 16, chunk, 8, 1, True), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+
+
+def ring_tiles(problem: Problem, hardware: Hardware) -> list[GemmConfig]:
+    """Tiles for both products in one launch: two blocks an SM, one with all of its memory, one with longer items."""
+    wide = 64 if problem.quant is Quant.NONE else 128  # block_k: 128 bytes
+    block_m = max(8, _power_of_two(problem.tokens))
+    found: list[GemmConfig] = []
+    for block_n in (256,) if problem.quant is Quant.FP8_BLOCK else (128, 256):
+        deepest: dict[int, GemmConfig] = {}  # blocks an SM -> the tile with the most stages
+        for stages in range(3, 13):
+            config = GemmConfig(block_m, block_n, wide, 8, stages, True, 1, True)
+            if not ring_reasons(config, problem, hardware):
+                deepest[ring_blocks(config)] = config
+        found += [tile for blocks, tile in sorted(deepest.items()) if blocks == 1 or block_n == 128 or not found]
+    return found
 
 
 def _power_of_two(value: int) -> int:
@@ -59,4 +74,4 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
     return ladder[-1]
 
 
-__all__ = ["SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "stream_reasons", "stream_tiles"]
+__all__ = ["SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "ring_tiles", "stream_reasons", "stream_tiles"]

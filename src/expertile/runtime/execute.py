@@ -38,4 +38,19 @@ def _triton(plan, x, weights, ids, probs, out, expert_map, scaling_factor, works
     )
 
 
-RUNNERS = {Backend.REFERENCE: _reference, Backend.TORCH: _torch, Backend.TRITON: _triton}
+def _library(*call):
+    from .backends import run as run_library  # imports a library when one is called
+
+    return run_library(*call)
+
+
+RUNNERS = {
+    Backend.REFERENCE: _reference,
+    Backend.TORCH: _torch,
+    Backend.TRITON: _triton,
+    Backend.VLLM_TRITON: _library,
+    Backend.VLLM_CUTLASS: _library,
+    Backend.VLLM_DEEPGEMM: _library,
+    Backend.FLASHINFER_CUTLASS: _library,
+    Backend.TRITON_KERNELS: _library,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..kernels import combine, grouped_gemm, hopper_gemm, quantize, stream, swapped_gemm
+from ..kernels import combine, decode_experts, grouped_gemm, hopper_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
 from ..kernels.tiles import Product, Specialization
 from ..plans import GemmConfig, Plan, Stream
@@ -43,7 +43,7 @@ def triton_experts(
 ):
     """out [T, H] of one MoE layer by the plan's kernels; scratch memory from `workspace`, or from torch's allocator."""
     scratch = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
-    run_kernels = _stream if plan.stream is Stream.BOTH else _grouped
+    run_kernels = {Stream.BOTH: _stream, Stream.RING: _ring}.get(plan.stream, _grouped)
     return run_kernels(plan, x, weights, ids, probs, out, expert_map, scaling_factor, scratch)
 
 
@@ -63,6 +63,28 @@ def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
         expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale,
         bias=w.w2_bias,
     )  # fmt: skip
+
+
+def ring_layer(plan: Plan, split_scale: bool) -> decode_experts.Layer:
+    """What decode_experts computes under this plan."""
+    p = plan.problem
+    return decode_experts.Layer(
+        p.hidden, p.inter, p.experts, p.top_k, p.dtype.value, p.activation, p.quant, p.static_scale, split_scale, p.bias
+    )
+
+
+def _ring(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
+    layer, pdl = ring_layer(plan, w.split_scale), plan.pdl
+    x_scale, h_scale = t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)
+    decode_experts.begin(ids, x, t.get("x_q"), x_scale, t["hit"], t["counters"], layer, expert_map=expert_map, pdl=pdl)
+    decode_experts.decode_experts(
+        t.get("x_q", x), w.w13, w.w2, t.get("h"), t.get("h_q"), t["y"], ids, t["hit"], t["counters"], plan.gemm1, layer,
+        sms=plan.sms, expert_map=expert_map, pdl=pdl, x_scale=x_scale, h_scale=h_scale, w13_scale=w.w13_scale,
+        w2_scale=w.w2_scale, b13=w.w13_bias, b2=w.w2_bias,
+    )  # fmt: skip
+    return combine.combine(
+        t["y"], ids, probs, out, plan.problem.experts, expert_map=expert_map, factor=scaling_factor, pdl=pdl
+    )
 
 
 def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
@@ -114,6 +136,9 @@ def specializations(plan: Plan, split_scale: bool = False, mapped: bool = False)
     if plan.stream is Stream.BOTH:
         up = stream.signature_up(plan.gemm1, first, p.experts, mapped=mapped, pdl=pdl)
         return [up, stream.signature_down(plan.gemm2, second, p.experts, **down)]
+    if plan.stream is Stream.RING:
+        found = decode_experts.signature(plan.gemm1, ring_layer(plan, split_scale), p.tokens, mapped=mapped, pdl=pdl)
+        return [*found, combine.signature(p.hidden, p.experts, p.top_k, p.tokens, dtype, mapped, pdl)]
     quantizing = dict(width=p.hidden, quant=p.quant, dtype=dtype, static=p.static_scale)
     found = [*row_routing.signature(p.experts, p.rows, plan.gemm1.block_m, mapped=mapped, pdl=pdl, **quantizing)]
     found.append(_kernel(plan.gemm1).signature(plan.gemm1, first, pdl))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ShapeError
-from ..plans import ALIGN, Backend, GemmConfig, Plan
+from ..plans import ALIGN, RING_TOKENS, Backend, GemmConfig, Plan, Stream
 from ..problem import Problem
 from ..weights import FP8
 
@@ -51,7 +51,13 @@ class Workspace:
 def most_bytes(problem: Problem) -> int:
     """What no plan for 1 to problem.tokens tokens exceeds, whatever its tiles; grows with the tokens.
 
-    Found without deciding anything: the plan that has every buffer there is, tiled as finely as tiles go.
+    Found without deciding anything: the plan that has every buffer there is, tiled as finely as tiles go, or a ring,
+    whose h has a row for every expert and token.
     """
     finest = GemmConfig(16, 16, 16, 1, 1)
-    return Plan(problem, "", Backend.TRITON, finest, finest).workspace_bytes
+    most = Plan(problem, "", Backend.TRITON, finest, finest).workspace_bytes
+    if problem.tokens == 0:
+        return most
+    few = problem.with_tokens(min(problem.tokens, RING_TOKENS))
+    ring = GemmConfig(max(8, 1 << (few.tokens - 1).bit_length()), 16, 16, 1, 1)
+    return max(most, Plan(few, "", Backend.TRITON, ring, ring, stream=Stream.RING).workspace_bytes)

@@ -16,13 +16,11 @@ import torch
 
 from ...problem import DType, Problem, Quant
 from ...router import Router
-from ...weights import Weights
+from ...runtime.backends.flashinfer import ACTIVATIONS, cutlass_experts
 from ..implementation import Implementation, Run
 from ..inputs import Call, Inputs
 from ..rows import version
 from . import vllm
-
-ACTIVATIONS = {"silu": "Swiglu", "relu2": "Relu2"}  # names of ActivationType
 
 
 class FlashInferCutlass(Implementation):
@@ -61,7 +59,7 @@ class FlashInferCutlass(Implementation):
     def prepare(self, inputs: Inputs) -> Run:
         from flashinfer.autotuner import autotune
 
-        experts = [_experts(weights) for weights in inputs.weights]
+        experts = [cutlass_experts(weights) for weights in inputs.weights]
         route = vllm.router_call(inputs) if inputs.router is not None else None
         tuned: set[int] = set()
 
@@ -87,36 +85,3 @@ def flashinfer_session(module: Path | None) -> Iterator[None]:
         shutil.copy(module, folder / "fused_moe_90.so")
     with vllm.vllm_session():
         yield
-
-
-def _experts(weights: Weights):
-    """(x, ids, probs) -> y"""
-    from flashinfer.fused_moe import cutlass_fused_moe
-    from flashinfer.fused_moe.core import ActivationType
-    from vllm import _custom_ops as ops
-
-    activation = getattr(ActivationType, ACTIVATIONS[weights.activation.name])
-    w13, w2 = _layout(weights)
-    scales, a1 = [], None
-    if weights.quant is Quant.FP8_TENSOR:
-        a1, a2 = weights.x_scale.reshape(()), weights.h_scale.reshape(())
-        scales = [weights.w13_scale * a1, 1 / a2, weights.w2_scale * a2, a1]
-
-    def run(x, ids, probs):
-        q = x if a1 is None else ops.scaled_fp8_quant(x, a1)[0]
-        out = torch.empty_like(x)
-        cutlass_fused_moe(q, ids, probs, w13, w2, x.dtype, scales, output=out, activation_type=activation)
-        return out
-
-    return run
-
-
-def _layout(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """(w13, w2) as the kernels want them: up rows before gate rows, I padded with zeros (to what vLLM pads it to)."""
-    gated, inter = weights.activation.gated, weights.inter
-    padding = -inter % (16 if gated else 128)
-    # fp8 tensors can be neither flipped nor padded: their bytes can
-    w13 = weights.w13.view(torch.uint8).unflatten(1, (-1, inter)).flip(1)
-    w13 = torch.nn.functional.pad(w13, (0, 0, 0, padding)).flatten(1, 2).view(weights.w13.dtype)
-    w2 = torch.nn.functional.pad(weights.w2.view(torch.uint8), (0, padding * weights.w2.element_size()))
-    return w13, w2.view(weights.w2.dtype)

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 
-from ...problem import BLOCK, Activation, DType, Problem, Quant
+from ...problem import BLOCK, DType, Problem, Quant
 from ...router import GroupScore, Router, Score
+from ...runtime.backends import vllm as adapter
+from ...runtime.backends.vllm import ACTIVATIONS
+from ...runtime.backends.vllm import session as vllm_session
 from ...weights import Weights
 from ..implementation import Implementation, Run
 from ..inputs import Call, Inputs
 from ..rows import version
-
-#: Our activations -> MoEActivation's values.
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu_erf": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "relu2": "relu2_no_mul",
-    "swiglu_oai/interleaved": "swigluoai",
-}
-MOST_TOKENS = 8192  # what the modular kernels make room for, at least
-
-
-@contextmanager
-def vllm_session() -> Iterator[None]:
-    """vLLM's operations look up a current config, and its modular kernels a workspace."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.worker.workspace import init_workspace_manager
-
-    with set_current_vllm_config(VllmConfig()):
-        init_workspace_manager(torch.device("cuda"))
-        yield
 
 
 class VLLM(Implementation):
@@ -93,23 +72,7 @@ class VLLMTriton(VLLM):
     takes_bias = True
 
     def experts(self, weights: Weights, problem: Problem) -> Callable[..., torch.Tensor]:
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-        config, activation, total = quant_config(weights), moe_activation(weights.activation), weights.experts
-
-        def run(x, ids, probs):
-            return fused_experts(
-                x,
-                weights.w13,
-                weights.w2,
-                probs,
-                ids,
-                activation=activation,
-                quant_config=config,
-                global_num_experts=total,
-            )
-
-        return run
+        return adapter.triton_experts(weights)
 
 
 class _Modular(VLLM):
@@ -120,34 +83,7 @@ class _Modular(VLLM):
         raise NotImplementedError
 
     def experts(self, weights: Weights, problem: Problem) -> Callable[..., torch.Tensor]:
-        from vllm.model_executor.layers.fused_moe.config import (
-            FusedMoEConfig,
-            FusedMoEParallelConfig,
-            RoutingMethodType,
-        )
-        from vllm.model_executor.layers.fused_moe.oracle.fp8 import make_fp8_moe_kernel
-
-        activation, total = moe_activation(weights.activation), weights.experts
-        config = FusedMoEConfig(
-            num_experts=total,
-            experts_per_token=problem.top_k,
-            hidden_dim=weights.hidden,
-            intermediate_size=weights.inter,
-            num_local_experts=total,
-            num_logical_experts=total,
-            activation=activation,
-            device=str(weights.device),
-            routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-            in_dtype=torch.float16 if weights.dtype is DType.FP16 else torch.bfloat16,
-            max_num_tokens=max(MOST_TOKENS, problem.tokens),
-        )
-        kernel = make_fp8_moe_kernel(quant_config(weights), config, *self.classes())
-
-        def run(x, ids, probs):
-            return kernel.apply(x, weights.w13, weights.w2, probs, ids, activation, total, None, False)
-
-        return run
+        return adapter.modular_experts(weights, problem, *self.classes())
 
 
 class VLLMCutlass(_Modular):
@@ -156,10 +92,7 @@ class VLLMCutlass(_Modular):
     activations = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
     def classes(self):
-        from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
-        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-
-        return CutlassExpertsFp8, Fp8MoeBackend.VLLM_CUTLASS
+        return adapter.cutlass_classes()
 
 
 class VLLMDeepGEMM(_Modular):
@@ -168,54 +101,13 @@ class VLLMDeepGEMM(_Modular):
     activations = ("silu",)
 
     def classes(self):
-        from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
-        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-
-        return DeepGemmExperts, Fp8MoeBackend.DEEPGEMM
+        return adapter.deepgemm_classes()
 
 
 def missing(device: torch.device) -> list[str]:
     """Why vLLM cannot run here."""
     reasons = [] if find_spec("vllm") else ["vllm is not installed"]
     return reasons + ([] if device.type == "cuda" else ["needs a GPU"])
-
-
-def moe_activation(activation: Activation):
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    return MoEActivation.from_str(ACTIVATIONS[activation.name])
-
-
-def quant_config(weights: Weights):
-    """vLLM's record of the scales and biases."""
-    from vllm.model_executor.layers.fused_moe import config
-
-    biases = dict(w1_bias=weights.w13_bias, w2_bias=weights.w2_bias)
-    if weights.quant is Quant.NONE:
-        return (
-            config.biased_moe_quant_config(**biases)
-            if weights.w13_bias is not None
-            else config.FUSED_MOE_UNQUANTIZED_CONFIG
-        )
-    w1, w2 = weights.w13_scale, weights.w2_scale
-    if weights.quant is Quant.FP8_BLOCK:
-        return config.fp8_w8a8_moe_quant_config(w1, w2, block_shape=[BLOCK, BLOCK], **biases)
-    if weights.quant is Quant.FP8_CHANNEL:
-        return config.fp8_w8a8_moe_quant_config(
-            w1.unsqueeze(-1), w2.unsqueeze(-1), per_act_token_quant=True, per_out_ch_quant=True, **biases
-        )
-    a1, a2 = weights.x_scale.reshape(()), weights.h_scale.reshape(())
-    return config.fp8_w8a8_moe_quant_config(
-        w1,
-        w2,
-        a1_scale=a1,
-        a2_scale=a2,
-        a1_gscale=1 / a1,
-        a2_gscale=1 / a2,
-        g1_alphas=w1 * a1,
-        g2_alphas=w2 * a2,
-        **biases,
-    )
 
 
 def router_reasons(router: Router) -> list[str]:

@@ -1,0 +1,87 @@
+"""Other libraries' experts as installed here: the layer's answer, skipped slots, capture. Skipped without them."""
+
+import pytest
+import torch
+
+import expertile
+from expertile.bench.check import BARS, FP8_BAR
+from expertile.plans import Backend
+from expertile.policy import reasons
+from expertile.problem import Quant, activation
+from expertile.runtime.backends import installed, vllm
+from expertile.runtime.device import detect
+
+pytestmark = pytest.mark.gpu
+
+STATIC = dict(x_scale=8 / 448, h_scale=64 / 448)
+LAYERS = {
+    Backend.VLLM_TRITON: [("none", "silu"), ("fp8_tensor", "relu2"), ("fp8_channel", "silu"), ("fp8_block", "silu")],
+    Backend.VLLM_CUTLASS: [("fp8_tensor", "silu"), ("fp8_channel", "silu")],
+    Backend.VLLM_DEEPGEMM: [("fp8_block", "silu")],
+    Backend.FLASHINFER_CUTLASS: [("fp8_tensor", "silu"), ("fp8_tensor", "relu2")],
+    Backend.TRITON_KERNELS: [("none", "swiglu_oai")],
+}
+EXPERTS, HIDDEN, INTER, TOP_K = 16, 512, 256, 4
+
+
+def layer(quant, name):
+    act = activation(name, interleaved=name == "swiglu_oai")
+    torch.manual_seed(0)
+    rows = INTER * (2 if act.gated else 1)
+    w13 = torch.randn(EXPERTS, rows, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
+    w2 = torch.randn(EXPERTS, HIDDEN, INTER, device="cuda", dtype=torch.bfloat16) / INTER**0.5
+    fields = STATIC if quant == "fp8_tensor" else {}
+    if name == "swiglu_oai":
+        fields = dict(
+            w13_bias=torch.randn(EXPERTS, rows, device="cuda"), w2_bias=torch.randn(EXPERTS, HIDDEN, device="cuda")
+        )
+        fields = {key: value.bfloat16() / 10 for key, value in fields.items()}
+    return expertile.prepare(w13, w2, quant=quant, activation=act, **fields)
+
+
+def call_inputs(tokens, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    probs, ids = torch.randn(tokens, EXPERTS, device="cuda").softmax(-1).topk(TOP_K)
+    return x, ids.int(), probs
+
+
+def assert_close(got, want, weights):
+    bar = BARS[weights.dtype] if weights.quant is Quant.NONE else FP8_BAR
+    error = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1).clamp(min=1e-9)
+    assert error.square().mean().sqrt() <= bar.rms and error.max() <= bar.row, error
+
+
+@pytest.mark.parametrize(
+    ("backend", "quant", "name"), [(backend, *each) for backend, layers in LAYERS.items() for each in layers], ids=str
+)
+def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
+    weights = layer(quant, name)
+    problem = weights.problem(64, TOP_K)
+    if why := reasons(backend, problem, detect(), installed()):
+        pytest.skip("; ".join(why))
+    with vllm.session():
+        for tokens in (1, 7, 64):
+            x, ids, probs = call_inputs(tokens, tokens)
+            ids[0, 0] = -1
+            got = expertile.moe(x, weights, ids, probs, backend=backend.value)
+            assert_close(got, expertile.moe(x, weights, ids, probs, backend="reference"), weights)
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+        with torch.cuda.graph(graph):
+            expertile.moe(x, weights, ids, probs, backend=backend.value, out=out)
+        for seed in (5, 6):
+            for held, new in zip((x, ids, probs), call_inputs(64, seed), strict=True):
+                held.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_close(out, expertile.moe(x, weights, ids, probs, backend="reference"), weights)
+
+
+def test_weights_are_not_loaded_under_capture():
+    weights = layer("fp8_tensor", "silu")
+    if why := reasons(Backend.VLLM_TRITON, weights.problem(4, TOP_K), detect(), installed()):
+        pytest.skip("; ".join(why))
+    x, ids, probs = call_inputs(4, 0)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(expertile.UnsupportedProblem, match="before capture"), torch.cuda.graph(graph):
+        expertile.moe(x, weights, ids, probs, backend="vllm-triton")
