@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,15 @@ from contextlib import contextmanager
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 
-from ...errors import UnsupportedProblem
+from ...errors import ExpertileError, UnsupportedProblem
+from ...guard import warm as compile_variants
 from ...plans import Backend
 from ...policy import explain
-from ...warming import warm
+from ...warming import variants, warm
 from . import log
 from .experts import ExpertileExperts
 from .formats import Format
+from .planner import Planner
 
 TELL_S = 10.0  # seconds between two lines of progress
 
@@ -83,6 +86,8 @@ def compile_ahead(experts: ExpertileExperts, layer) -> None:
             log.info("expertile compiles for up to %d tokens: %d of %d, %.0f s", most, done, of, told - started)
 
     with default_dtype(torch.float32):
+        if device.type == "cuda":
+            compile_side_by_side(experts, plans, most, layer.expert_map is not None)
         points = warm(
             experts.weights, config.experts_per_token, most, expert_map=layer.expert_map, hardware=plans.hardware,
             report=report,
@@ -92,6 +97,15 @@ def compile_ahead(experts: ExpertileExperts, layer) -> None:
         torch.cuda.empty_cache()
     plans.warmed = most
     log.info("expertile is warm for up to %d tokens: %d calls, %.1f s", most, len(points), time.monotonic() - started)
+
+
+def compile_side_by_side(experts: ExpertileExperts, plans: Planner, most: int, mapped: bool) -> None:
+    """Every variant at once, on several threads. The calls that follow find them, and are the judge if this fails."""
+    try:
+        asked = variants(plans.problem, plans.hardware, most, experts.weights.split_scale, mapped)
+        compile_variants(asked, workers=min(8, os.cpu_count() or 1), progress=False)
+    except ExpertileError as error:
+        log.warning("expertile compiles its kernels one after the other: %s", error)
 
 
 @contextmanager
