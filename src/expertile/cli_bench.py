@@ -1,4 +1,4 @@
-"""The command `expertile bench`: experts, layer, vllm, report. What each measures is in benchmarks/README.md."""
+"""The command `expertile bench`: experts, layer, vllm, serve, report. What each measures is in benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .bench import serve_commands
+from .bench.load import command as load_command
 from .errors import ExpertileError
 
 app = typer.Typer(
@@ -77,8 +78,63 @@ def measure(
 
 app.command("experts", help="A layer's experts: top-k ids and weights given; quantisation of x included.")(measure)
 app.command("layer", help="A whole layer: router logits in, output out.")(measure)
+
+
+@app.command()
+def policy(
+    problem: Annotated[
+        list[str] | None,
+        typer.Option(help="H,I,E,k or a known layer; may be repeated", show_default="six that no table has"),
+    ] = None,
+    quant: Annotated[str | None, typer.Option(help="with --problem; some of those of `experts`")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="1,8,64 or 1-4096", show_default="13 between 1 and 6144, off the tables'")
+    ] = None,
+    routing: Annotated[str, typer.Option(help="some of uniform,zipf1.2,hot,trace:FILE")] = "uniform,zipf1.2,hot",
+    against_default: Annotated[
+        bool, typer.Option("--against-default", help="fp8_tensor of two models, sizes of a mix that mostly decodes")
+    ] = False,
+    budget_seconds: Annotated[float | None, typer.Option(help="begin no cell that would end after that many")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="appended to", show_default="benchmarks/results/<date>-<gpu>-policy.jsonl")
+    ] = None,
+    replays: Annotated[int, typer.Option(help="the median is taken over these")] = 15,
+    sets: Annotated[int, typer.Option(help="calls in one CUDA graph, each with its own input")] = 8,
+    seed: Annotated[int, typer.Option(help="of weights, inputs, routing and the order of cells")] = 0,
+    flashinfer_module: Annotated[
+        Path | None, typer.Option(envvar="FI_SO", help="FlashInfer's fused_moe_90.so, where it was built beforehand")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="for the rows, where there is no git checkout")] = None,
+):
+    """What the policy's choice loses against the fastest of all candidates, and gains on a fixed list of backends."""
+    from .bench import policy as room
+    from .bench import rows
+    from .policy.settings import Settings
+    from .runtime.backends import installed
+
+    if against_default:
+        names = list(problem or ("nemotron-3-nano", "qwen3-30b-a3b"))
+        todo = room.cells([(name, "fp8_tensor") for name in names], tuple(room.DECODE_MIX), _routings(routing), seed)
+    else:
+        if (problem is None) != (quant is None):
+            raise ExpertileError("--problem and --quant go together here: without them six layers, each in its format")
+        pairs = [(name, each) for name in _problems(problem) for each in _quants(quant)] if problem else room.PROBLEMS
+        counts = parse_tokens(tokens) if tokens else room.TOKENS
+        todo = room.cells(pairs, counts, _routings(routing), seed)
+    setting = setting_of(device, commit)
+    outcomes = room.run(
+        todo, setting, Settings(others=True, installed=installed()), replays=replays, sets=sets, seed=seed,
+        budget_s=budget_seconds, flashinfer_module=flashinfer_module,
+    )  # fmt: skip
+    path = out or rows.default_path(setting.shared, room.BENCH)
+    if not room.follow(outcomes, len(todo), path):
+        raise typer.Exit(1)
+
+
 app.command("vllm")(serve_commands.vllm)
 app.command("vllm-same")(serve_commands.vllm_same)
+app.command("serve")(load_command.serve)
 
 
 @app.command()
