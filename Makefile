@@ -27,7 +27,7 @@ endif
 PYTEST := $(PYTHON) -m pytest -q
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help demo test lint unit numerics compile guard transformers vllm gpu readme wheel clean
+.PHONY: help demo test lint unit numerics compile guard transformers serve vllm gpu readme wheel clean
 
 help:
 	@sed -n '1,5s/^# //p' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ help:
 demo: $(RUNTIME)
 	@$(PYTHON) -m expertile.cli demo
 
-test: lint unit numerics compile guard transformers vllm gpu readme wheel
+test: lint unit numerics compile guard transformers vllm serve gpu readme wheel
 
 lint: $(DEV)
 	@for tool in ruff mypy importlinter; do
@@ -60,6 +60,11 @@ guard: $(DEV)
 
 transformers: $(DEV)
 	$(PYTEST) tests/transformers
+
+serve: $(DEV)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/serve
+	$(PYTEST) tests/serve_load
+	$(PYTEST) tests/sagemaker
 
 # vLLM's Python files come out of its wheels by ranges; without a network the tests are skipped by name.
 vllm: $(DEV)
@@ -104,5 +109,5 @@ $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "making $(VENV): what the tests need"
-	$(PIP) install -c $(PINS) -e '.[dev,transformers]'
+	$(PIP) install -c $(PINS) -e '.[dev,serve,transformers]'
 	touch $@

@@ -1,4 +1,4 @@
-"""The command `expertile`: explain, demo, bench, tune, watch, audit, cache, version.
+"""The command `expertile`: explain, demo, serve, sagemaker, bench, tune, watch, audit, cache, version.
 
 Each command imports its room only when it runs.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_cache, cli_watch
+from . import cli_cache, cli_sagemaker, cli_watch
 from .cli_audit import audit
 from .errors import ExpertileError, ShapeError
 
@@ -26,21 +26,43 @@ app = typer.Typer(
 
 @app.command()
 def explain(
-    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k")] = "qwen3-30b-a3b",
+    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]")] = "qwen3-30b-a3b",
     quant: Annotated[str, typer.Option(help="bf16 fp16 fp32 fp8_tensor fp8_channel fp8_block")] = "bf16",
     tokens: Annotated[str, typer.Option(help="one number, or several: 1,16,256")] = "1,16,256,4096",
     device: Annotated[str, typer.Option(help="h200 h100 cpu, or auto for this machine")] = "h200",
-    backend: Annotated[str | None, typer.Option(help="force one: triton torch reference")] = None,
+    backend: Annotated[str | None, typer.Option(help="force one: triton torch reference vllm-triton ...")] = None,
     json: Annotated[bool, typer.Option("--json", help="one plan as JSON on each line")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="also every other library, the table's row, and what would change it")
+    ] = False,
+    routing: Annotated[str, typer.Option(help="expected: uniform, zipf1.2, hot")] = "uniform",
+    static_scale: Annotated[bool, typer.Option("--static-scale", help="fp8_tensor: activation scales given")] = False,
+    libraries: Annotated[
+        str, typer.Option(help="to choose from: vllm=0.26.0,flashinfer-python=0.6.14, or `installed`")
+    ] = "",
+    layout: Annotated[str | None, typer.Option(help="the weights were loaded as: checkpoint, up_first")] = None,
+    policy: Annotated[
+        str, typer.Option(envvar="EXPERTILE_POLICY", help="a backend, `others`, or a file of problems (.json)")
+    ] = "",
 ):
     """How a layer would be computed on a device, and why not otherwise. Needs no GPU."""
+    import json as json_module
+
     from .policy import decide
     from .policy import explain as in_words
+    from .policy.changes import as_data, in_full
     from .problem import named_problem
 
     hardware, forced = _hardware(device), _backend(backend)
-    plans = [decide(named_problem(problem, count, quant), hardware, forced) for count in _numbers(tokens)]
-    print("\n".join(plan.to_json() for plan in plans) if json else "\n\n".join(map(in_words, plans)))
+    settings = _settings(policy, libraries, routing, layout)
+    fields = {"static_scale": True} if static_scale else {}
+    problems = [named_problem(problem, count, quant, **fields) for count in _numbers(tokens)]
+    plans = [decide(each, hardware, forced, settings) for each in problems]
+    if json:
+        texts = [json_module.dumps(as_data(p, hardware, settings)) if full else p.to_json() for p in plans]
+        print("\n".join(texts))
+    else:
+        print("\n\n".join(in_full(plan, hardware, settings) if full else in_words(plan) for plan in plans))
 
 
 @app.command()
@@ -55,6 +77,14 @@ def demo(
 
 
 @app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+def serve(context: typer.Context):
+    """An OpenAI-compatible endpoint from the folder of a model: `expertile serve --help`."""
+    from .cli_serve import main as serve_main  # SageMaker's environment adds arguments of its own
+
+    serve_main(context.args)
+
+
+@app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
 def bench(context: typer.Context):
     """Measure ours and the peers on this machine: `expertile bench --help`."""
     from .cli_bench import app as bench_app  # its options are known only to its own room, which needs torch
@@ -64,30 +94,55 @@ def bench(context: typer.Context):
 
 @app.command()
 def tune(
-    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k")],
-    quant: Annotated[str, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block")],
-    out: Annotated[Path, typer.Option(help="table to add to (JSON); made if it is not there")],
-    tokens: Annotated[str, typer.Option(help="numbers of tokens to measure")] = "1,4,16,64,256,1024,4096",
+    out: Annotated[Path, typer.Option(help="table to add to (JSON); with --export the folder for the engine's file")],
+    problem: Annotated[str | None, typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]")] = None,
+    model: Annotated[Path | None, typer.Option(help="instead: a model's config.json, or its folder")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="with --model: ranks that a layer's inter is cut into")] = 1,
+    quant: Annotated[
+        str | None, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block; default: the model's")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="numbers of tokens to measure: 1,8,64 or 1-4096")] = "1-4096",
+    routing: Annotated[str, typer.Option(help="some of uniform,zipf1.2,hot,trace:FILE")] = "uniform",
+    others: Annotated[bool, typer.Option("--others", help="other libraries that are installed as well")] = False,
     replays: Annotated[int, typer.Option(help="the median is taken over these")] = 11,
+    budget_seconds: Annotated[float | None, typer.Option(help="begin nothing after that many")] = None,
+    flashinfer_module: Annotated[
+        Path | None, typer.Option(envvar="FI_SO", help="FlashInfer's fused_moe_90.so, where it was built beforehand")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(help="vllm or sglang: search the parameters of vLLM's own kernel instead")
+    ] = None,
+    peers_from: Annotated[
+        list[Path] | None, typer.Option(help="benchmark rows: put the peers' times into --out, measure nothing")
+    ] = None,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
 ):
-    """Measure tiles for a layer on this machine's Hopper GPU and write the winners as a policy table."""
-    from rich.progress import Progress
+    """Measure plans for a layer on this machine's Hopper GPU and write the winners as a policy table.
 
-    from .cli_bench import setting_of
-    from .tune import tune as measure
-    from .tune import write
+    A run that was killed goes on where it was: what is measured is kept beside --out, in a journal.
+    """
+    from .tune import command
 
-    counts, setting = tuple(_numbers(tokens)), setting_of("auto", None)
-    with Progress() as progress:
-        task = progress.add_task(f"{problem} {quant}", total=len(counts))
-        entries = measure(problem, quant, counts, setting, replays=replays, report=lambda entry: progress.advance(task))
-    write(out, entries, setting.shared)
-    print(f"{len(entries)} entries in {out}")
+    if peers_from:
+        print(f"{command.add_peers(out, peers_from)} times of other libraries in {out}")
+        return
+    from .cli_bench import parse_tokens, setting_of
+
+    task = command.task(
+        problem, model, tensor_parallel, quant, parse_tokens(tokens), routing, others, replays, budget_seconds,
+        flashinfer_module,
+    )  # fmt: skip
+    if export:
+        raise typer.Exit(command.export(export, task, setting_of("auto", None), out))
+    if worker:
+        raise typer.Exit(command.work(task, setting_of("auto", None), out))
+    raise typer.Exit(command.supervised([sys.executable, "-m", "expertile.cli", *sys.argv[1:], "--worker"], out))
 
 
 app.command(context_settings=cli_watch.SETTINGS)(cli_watch.watch)
 app.command()(audit)
 app.add_typer(cli_cache.app, name="cache")
+app.add_typer(cli_sagemaker.app, name="sagemaker")
 
 
 @app.command()
@@ -110,6 +165,33 @@ def _hardware(name: str):
     from .policy import device
 
     return device(name)
+
+
+def _settings(policy: str, libraries: str, routing: str, layout: str | None):
+    from dataclasses import replace
+
+    from .plans import Layout
+    from .policy.histogram import check_name
+    from .policy.settings import VARIABLE, from_environment
+
+    if libraries == "installed":
+        from .runtime.backends import installed
+
+        found = installed()
+    else:
+        found = tuple(tuple(part.strip().split("=", 1)) for part in libraries.split(",") if part.strip())
+    if any(len(pair) != 2 for pair in found):
+        raise ShapeError(f"libraries={libraries!r}: give package=version, or several with commas between them")
+    known = [member.value for member in Layout]
+    if layout is not None and layout not in known:
+        raise ShapeError(f"layout={layout!r}: use one of {', '.join(known)}")
+    settings = from_environment({VARIABLE: policy}, found)
+    return replace(
+        settings,
+        others=settings.others or bool(libraries),
+        routing=settings.routing if routing == "uniform" else check_name(routing),
+        layout=Layout(layout) if layout else settings.layout,
+    )
 
 
 def _backend(name: str | None):

@@ -1,0 +1,103 @@
+"""Whatever goes wrong with a request, as a status and OpenAI's error object with one clear sentence."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+log = logging.getLogger("expertile.serve")
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+#: What is said instead of the framework's own words.
+SAID = {"There was an error parsing the body": "the body is not JSON in UTF-8"}
+UNIONS = {
+    "prompt": "give a text, a list of token ids, or a list of either",
+    "stop": "give a string or a list of strings",
+    "content": "give a text, or a list of parts of type text",
+}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The shape of every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+#: For FastAPI's `responses`.
+FAILS = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+
+
+class ApiError(Exception):
+    """A request that is answered with `status` and a sentence; `param` names the field to blame."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after=None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+
+def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
+
+
+def response_of(error: ApiError) -> JSONResponse:
+    return JSONResponse(body_of(error.status, error.message, error.param, error.code), error.status, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Every error of the app in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def _(request: Request, error: ApiError):
+        return response_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _(request: Request, error: RequestValidationError):
+        return JSONResponse(body_of(400, *_first_mistake(error)), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException):
+        said = SAID.get(str(error.detail), str(error.detail))
+        return JSONResponse(body_of(error.status_code, said), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _(request: Request, error: Exception):
+        return JSONResponse(body_of(500, "internal error; the server's log has the details"), 500)
+
+
+def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
+    """A sentence, and the field that it is about."""
+    mistake = error.errors()[0]
+    path = [str(part) for part in mistake["loc"] if part not in ("body", "chat", "completion")]
+    field, kind = path[0] if path else None, mistake["type"]
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {mistake.get('ctx', {}).get('error', 'it cannot be parsed')}", None
+    if kind == "stranger":
+        name = mistake["ctx"]["name"]
+        return f"{'.'.join([*path, name])} is not a parameter of this endpoint", field or name
+    if kind == "missing":
+        return (f"{'.'.join(path)} is missing" if path else "the request has no body"), field
+    if not field:
+        what = "the body is no JSON object" if kind == "model_attributes_type" else f"the body: {_message(mistake)}"
+        return what, None
+    if kind == "none_required":
+        return f"{field} is not supported here", field
+    union = next((UNIONS[name] for name in reversed(path) if name in UNIONS), "")
+    return f"{field}: {union if union and kind.endswith('_type') else _message(mistake)}", field
+
+
+def _message(mistake: dict) -> str:
+    text = mistake["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]

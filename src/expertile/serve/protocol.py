@@ -1,0 +1,210 @@
+"""Bodies of OpenAI's completions and chat completions: the part that the embedded engine serves, checked strictly."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from .sampling import LARGEST_SEED, Sampling
+
+MOST_CHOICES = 128  # n times the number of prompts
+MOST_STOPS, LONGEST_STOP = 16, 1024
+#: For FastAPI's `responses`.
+STREAMS = {"content": {"text/event-stream": {}}, "description": "the response, or with stream=true its chunks"}
+
+
+def _only_zero(value: float) -> float:
+    if value != 0:
+        raise ValueError("the embedded engine has no penalties")
+    return value
+
+
+Penalty = Annotated[float, AfterValidator(_only_zero), WithJsonSchema({"type": "number", "enum": [0]})]
+
+
+Item = TypeVar("Item")
+Few = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # the first mistake ends the check: a body can hold a million of them
+
+
+class Body(BaseModel):
+    """A parameter that would be ignored is refused by name instead."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_stranger(cls, data):
+        stranger = next((key for key in data if key not in cls.model_fields), None) if isinstance(data, dict) else None
+        if stranger is not None:  # here, not by extra="forbid", which would list every one of them
+            raise PydanticCustomError("stranger", "it is not a parameter of this endpoint", {"name": stranger[:64]})
+        return data
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Generation(Body):
+    """What both kinds of request have in common. null is as good as absent."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    seed: int | None = Field(None, ge=-LARGEST_SEED, le=LARGEST_SEED)
+    stop: str | Few[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    user: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_and_short(cls, value):
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MOST_STOPS:
+            raise ValueError(f"give at most {MOST_STOPS} stop strings")
+        if any(not 0 < len(stop) <= LONGEST_STOP for stop in stops):
+            raise ValueError(f"a stop string has 1 to {LONGEST_STOP} characters")
+        return value
+
+    @model_validator(mode="after")
+    def _options_go_with_a_stream(self):
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, choice: int) -> Sampling:
+        """For the n choices of a request seeds count up, so that they differ and are the same the next time."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            seed=None if self.seed is None else self.seed + choice,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions. prompt: text or token ids, one or several."""
+
+    prompt: str | Few[TokenId] | Few[str] | Few[Few[TokenId]]
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Few[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Few[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None = None
+    logprobs: None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "expertile"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]

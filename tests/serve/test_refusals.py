@@ -1,0 +1,162 @@
+"""What makes no sense is refused with 4xx, one sentence and the field's name, and the server goes on."""
+
+import time
+
+import httpx
+import pytest
+
+
+def error(answer: httpx.Response, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert found["message"] and "\n" not in found["message"] and len(found["message"]) < 300
+    return found
+
+
+BAD = [
+    (dict(temperature=-0.1), "temperature"),
+    (dict(temperature=2.1), "temperature"),
+    (dict(temperature="hot"), "temperature"),
+    (dict(top_p=0), "top_p"),
+    (dict(top_p=1.1), "top_p"),
+    (dict(top_k=-2), "top_k"),
+    (dict(max_tokens=0), "max_tokens"),
+    (dict(max_tokens=-5), "max_tokens"),
+    (dict(max_tokens=1.5), "max_tokens"),
+    (dict(max_tokens=10**30), "max_tokens"),
+    (dict(max_tokens=2048), "max_tokens"),
+    (dict(n=0), "n"),
+    (dict(n=129), "n"),
+    (dict(n=100), "n"),  # more than slots and queue ever hold
+    (dict(n=True), "n"),
+    (dict(seed=2**63), "seed"),
+    (dict(seed=0.5), "seed"),
+    (dict(stop=[""]), "stop"),
+    (dict(stop=["x"] * 17), "stop"),
+    (dict(stop=["x" * 2000]), "stop"),
+    (dict(stop={"x": 1}), "stop"),
+    (dict(stream="yes"), "stream"),
+    (dict(stream_options=dict(include_usage=True)), None),
+    (dict(presence_penalty=0.5), "presence_penalty"),
+    (dict(logprobs=3), "logprobs"),
+    (dict(echo=True), "echo"),
+    (dict(best_of=2), "best_of"),
+    (dict(suffix="x"), "suffix"),
+    (dict(model=7), "model"),
+    (dict(temprature=0.5), "temprature"),
+    (dict(prompt=""), "prompt"),
+    (dict(prompt=[]), "prompt"),
+    (dict(prompt=[[]]), "prompt"),
+    (dict(prompt=[-1]), "prompt"),
+    (dict(prompt=[4096]), "prompt"),
+    (dict(prompt=[10**30]), "prompt"),
+    (dict(prompt=["a", 3]), "prompt"),
+    (dict(prompt=None), "prompt"),
+    (dict(prompt={"a": 1}), "prompt"),
+    (dict(prompt="a " * 3000), "prompt"),
+    (dict(prompt="a" * 4_000_000), "prompt"),
+    (dict(prompt=["x"] * 129), "prompt"),
+]
+
+
+@pytest.mark.parametrize("change, field", BAD, ids=[f"{str(change)[:30]}" for change, _ in BAD])
+def test_parameters(server, change, field):
+    found = error(server.post("/v1/completions", dict(prompt="x", max_tokens=2) | change), 400)
+    assert found["param"] == field and (field is None or found["message"].startswith(field))
+    assert found["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x"',
+        b"[" * 100_000,
+        b"[]",
+        b"3",
+        b"null",
+        b"",
+        b"\x00\x01\x02",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_bodies(server, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        error(server_post(server, path, body), 400)
+
+
+def server_post(server, path, content, **headers) -> httpx.Response:
+    return server.client.post(path, content=content, headers={"Content-Type": "application/json"} | headers, timeout=30)
+
+
+def test_a_form_is_no_json(server):
+    error(server.client.post("/v1/completions", data={"prompt": "x"}), 400)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_six_megabytes_are_the_limit(server, announced):
+    body = b'{"prompt": "' + b"a" * 6_000_000 + b'"}'
+    content = body if announced else (body[i : i + 65536] for i in range(0, len(body), 65536))
+    found = error(server_post(server, "/invocations", content), 413)
+    assert "6000000 bytes" in found["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt": ["a"' + ", 3" * 1_800_000 + "]}",
+        '{"prompt": [3' + ', "a"' * 1_100_000 + "]}",
+        '{"prompt": [3' + ", 3" * 1_900_000 + "]}",
+        '{"prompt": [[3]' + ", [-1]" * 900_000 + "]}",
+        '{"messages": [{}' + ", {}" * 1_400_000 + "]}",
+        "{" + ", ".join(f'"k{i}": 1' for i in range(350_000)) + "}",
+    ],
+    ids=lambda body: body[:24],
+)
+def test_a_million_mistakes_cost_no_more_than_one(server, body):
+    before = server.resident_bytes
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        started = time.perf_counter()
+        error(server_post(server, path, body.encode()), 400)
+        assert time.perf_counter() - started < 5
+    assert server.resident_bytes - before < 400e6
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        "hello",
+    ],
+    ids=str,
+)
+def test_messages(server, messages):
+    found = error(server.post("/v1/chat/completions", dict(messages=messages)), 400)
+    assert found["param"] == "messages"
+
+
+def test_what_the_engine_does_not_have_is_said(server):
+    messages = [{"role": "user", "content": "x"}]
+    for change in (dict(tools=[]), dict(logprobs=True), dict(response_format={"type": "json_object"})):
+        found = error(server.post("/v1/chat/completions", dict(messages=messages) | change), 400)
+        assert found["param"] in change
+
+
+def test_paths_and_methods(server):
+    error(server.get("/v1/nothing"), 404)
+    error(server.get("/v1/completions"), 405)
+    error(server.get("/page/../../settings.py"), 404)
+    error(server.get("/page/%2e%2e/settings.py"), 404)
+
+
+def test_after_all_this_it_answers(server):
+    assert server.post("/v1/completions", dict(prompt="x", max_tokens=2)).status_code == 200
+    assert "Traceback" not in server.log
