@@ -185,7 +185,13 @@ def test_other_names_do_not_switch_a_layer_off(off):
 
 
 @pytest.mark.parametrize(
-    "environment", [{"EXPERTILE_VLLM": "no"}, {"EXPERTILE_VLLM_GUARD": "loud"}, {"EXPERTILE_VLLM_OFF": "fp8"}]
+    "environment",
+    [
+        {"EXPERTILE_VLLM": "no"},
+        {"EXPERTILE_VLLM_GUARD": "loud"},
+        {"EXPERTILE_VLLM_OFF": "fp8"},
+        {"EXPERTILE_POLICY": "fastest"},
+    ],
 )
 def test_a_switch_without_a_valid_value_is_an_error(environment):
     with pytest.raises(ShapeError, match=f"{next(iter(environment))}"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
+from ...api import settings
 from ...hardware import Hardware
 from ...plans import Plan
 from ...policy import decide
@@ -25,7 +27,8 @@ class Planner:
 
     def plan(self, tokens: int) -> Plan:
         if tokens not in self._plans:
-            self._plans[tokens] = decide(self.problem.with_tokens(tokens), self.hardware)
+            ours = replace(settings(), others=False)  # vLLM has its own way to the other libraries
+            self._plans[tokens] = decide(self.problem.with_tokens(tokens), self.hardware, settings=ours)
         return self._plans[tokens]
 
     def bytes(self, tokens: int) -> int:

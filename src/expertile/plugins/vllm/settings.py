@@ -1,4 +1,4 @@
-"""The plugin's switches: three environment variables, read once, at the edge."""
+"""The plugin's switches: environment variables, read once, at the edge."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import ShapeError
+from ...policy.settings import VARIABLE as POLICY
+from ...policy.settings import from_environment as policy_from_environment
 
 SWITCH, OFF, GUARD = "EXPERTILE_VLLM", "EXPERTILE_VLLM_OFF", "EXPERTILE_VLLM_GUARD"
-VARIABLES = (SWITCH, OFF, GUARD)
+VARIABLES = (SWITCH, OFF, GUARD, POLICY)
 LABELS = ("bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block")
 GUARD_MODES = ("off", "count", "warn", "error")
 
@@ -44,6 +46,7 @@ class Settings:
         for part in off:
             if part.startswith(("fp", "bf")) and part not in LABELS:
                 raise ShapeError(f"{OFF} names {part!r}: formats are {', '.join(LABELS)}")
+        policy_from_environment(environment)  # what is wrong with it is found here, not in the middle of a layer
         return cls(switch == "1", off, guard)
 
     def named(self, label: str, layer: str) -> str | None:
