@@ -237,12 +237,13 @@ SM_SMEM_BYTES = 233472  # shared memory of an SM; each block takes 1 KiB of it f
 
 def ring_smem_bytes(config: GemmConfig) -> int:
     """Shared memory of one block of a ring, from above: the stages, tiles that are turned for the store, barriers."""
-    return config.stages * 128 * (config.block_n + config.block_m) + config.block_n * config.block_m + 1024
+    turned = min(config.block_n * config.block_m, 8192) * (config.warps // 4 - 1)  # by each multiplying warpgroup
+    return config.stages * 128 * (config.block_n + config.block_m) + turned + 1024
 
 
 def ring_blocks(config: GemmConfig) -> int:
-    """Blocks of a ring that an SM runs at once: two where they fit."""
-    return 2 if 2 * (ring_smem_bytes(config) + 1024) <= SM_SMEM_BYTES else 1
+    """Blocks of a ring that an SM runs at once: two where they fit, with one warpgroup that multiplies each."""
+    return 2 if 2 * (ring_smem_bytes(dataclasses.replace(config, warps=8)) + 1024) <= SM_SMEM_BYTES else 1
 
 
 def route_programs(rows: int) -> int:

@@ -43,7 +43,7 @@ from .tiles import (
     scale_mode,
 )
 
-REGISTERS = {1: 168, 2: 128}  # a thread by blocks an SM, before the roles trade theirs
+REGISTERS = {1: 168, 2: 128}  # a thread by blocks an SM (12 and 8 warps), before the roles trade theirs
 MAX_TOP_K = 16
 
 
@@ -89,6 +89,8 @@ class Layer:
             BLOCK_K=config.block_k,
             ROWS=config.block_n // 2,
             STAGES=config.stages,
+            WARPGROUPS=config.warps // 4 - 1,
+            MULTIPLY_REGISTERS=232,  # of the second, where there are two; the first has what is left
             LOAD_REGISTERS=40 if self.experts <= 256 else 64,  # the list of experts is held in them
             PDL=pdl,
         )
@@ -103,6 +105,10 @@ class Layer:
         if self.quant is Quant.FP8_BLOCK and config.block_m > 32:
             raise ShapeError(
                 f"block_m={config.block_m}: with fp8_block's scales the sums of 64 tokens exceed the registers"
+            )
+        if config.warps != (8 if ring_blocks(config) == 2 else 12):
+            raise ShapeError(
+                f"warps={config.warps}: a block has one warpgroup that multiplies where two share an SM, else two"
             )
         if tokens > config.block_m:
             raise ShapeError(f"T={tokens} tokens do not fit a tile of {config.block_m}")
@@ -196,6 +202,8 @@ def _decode_experts_kernel(
     BLOCK_K: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -221,23 +229,47 @@ def _decode_experts_kernel(
     heard = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(4):
         mbarrier.init(told.index(n), count=1)
-        mbarrier.init(heard.index(n), count=2)
-    gl.warp_specialize([
-        (multiply, (
-            h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr, w13_scale_ptr,
-            w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told, heard, HIDDEN,
-            INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, BLOCK_M,
-            BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT,
-        )),
-        (load_weights, (
-            w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER, HALVES,
-            EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
-        )),
-        (load_rows, (
-            x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M, BLOCK_K,
-            A_BYTES, STAGES, COMPLETE,
-        )),
-    ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        mbarrier.init(heard.index(n), count=1 + WARPGROUPS)
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (multiply, (
+                0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
+                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
+                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
+            )),
+            (multiply, (
+                1, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
+                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
+                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
+            )),
+            (load_weights, (
+                w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER,
+                HALVES, EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
+            )),
+            (load_rows, (
+                x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M,
+                BLOCK_K, A_BYTES, STAGES, COMPLETE,
+            )),
+        ], [4, 1, 1], [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (multiply, (
+                0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
+                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
+                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
+            )),
+            (load_weights, (
+                w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER,
+                HALVES, EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
+            )),
+            (load_rows, (
+                x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M,
+                BLOCK_K, A_BYTES, STAGES, COMPLETE,
+            )),
+        ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None, pdl=False):

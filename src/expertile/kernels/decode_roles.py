@@ -153,14 +153,14 @@ def _load_rows(desc, row, a_bufs, ready, empty, it, K: gl.constexpr, BLOCK_K: gl
 
 @gluon.jit
 def multiply(
-    h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, done_ptr, x_scale_ptr, h_scale_ptr, w13_scale_ptr, w2_scale_ptr, b13_ptr,
-    b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told, heard,
+    which: gl.constexpr, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, done_ptr, x_scale_ptr, h_scale_ptr, w13_scale_ptr,
+    w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told, heard,
     HIDDEN: gl.constexpr, INTER: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, GATE: gl.constexpr,
     GATED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     STATIC_SCALE: gl.constexpr, SPLIT_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS1: gl.constexpr, OUT_QUANT: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS1: gl.constexpr, OUT_QUANT: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that multiplies: an item from the ring to h or y."""
+    """A warpgroup that multiplies: an item from the ring to h or y. Two take turns: one stores while the other sums."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // a_bufs.dtype.primitive_bitwidth])
     h_out = h_q_ptr if OUT_QUANT == "static" or OUT_QUANT == "block" else h_ptr
     chosen, twice = choices(ids_ptr, map_ptr, tokens, total, TOP_K, EXPERTS, BLOCK_M)
@@ -170,7 +170,10 @@ def multiply(
     while item >= 0:
         e = item >> 13
         block = item & 4095
-        if ((item >> 12) & 1) == 0:
+        gemm = (item >> 12) & 1
+        if n % WARPGROUPS != which:
+            it += (HIDDEN + BLOCK_K - 1) // BLOCK_K * (1 - gemm) + (INTER + BLOCK_K - 1) // BLOCK_K * gemm
+        elif gemm == 0:
             it = _up(
                 e, block, it, h_out, x_scale_ptr, h_scale_ptr, w13_scale_ptr, b13_ptr, tokens, w_bufs, a_bufs, ready,
                 empty, HIDDEN, INTER, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, BLOCK_M,

@@ -79,7 +79,7 @@ def sum_blocks(
     h's scales are written while this kernel runs: they may be read once its first rows are there.
     """
     K_BLOCKS: gl.constexpr = (K + 127) // 128
-    TOGETHER: gl.constexpr = ROWS * BLOCK_M <= 4096  # else the registers hold the sums and one half's product
+    TOGETHER: gl.constexpr = ROWS * BLOCK_M <= 2048  # else the registers hold the sums and one half's product
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=MMA)
     left = zeros
     right = zeros

@@ -250,7 +250,7 @@ def _sum_of_blocks(
     IN_ALL: gl.constexpr = 2 * UP if SPLIT_SCALE else (ROWS + 127) // 128
     ws = w_scale_ptr + (e * IN_ALL + block * Y_BLOCKS) * K_BLOCKS
     ws_right = ws + UP * K_BLOCKS
-    if not GATED:  # the right half of the last tile may lie past the table
+    if not GATED and IN_ALL % 2:  # the right half of the last tile lies past the table: its columns are not stored
         ws_right = w_scale_ptr + (e * IN_ALL + gl.minimum(block * Y_BLOCKS + 1, IN_ALL - 1)) * K_BLOCKS
     row = gl.minimum(first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), end - 1)
     if GATHER:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..hardware import Hardware
 from ..plans import GemmConfig, ring_blocks
 from ..problem import BLOCK, Problem, Quant
@@ -39,6 +41,7 @@ def ring_tiles(problem: Problem, hardware: Hardware) -> list[GemmConfig]:
         deepest: dict[int, GemmConfig] = {}  # blocks an SM -> the tile with the most stages
         for stages in range(3, 13):
             config = GemmConfig(block_m, block_n, wide, 8, stages, True, 1, True)
+            config = config if ring_blocks(config) == 2 else replace(config, warps=12)
             if not ring_reasons(config, problem, hardware):
                 deepest[ring_blocks(config)] = config
         found += [tile for blocks, tile in sorted(deepest.items()) if blocks == 1 or block_n == 128 or not found]
