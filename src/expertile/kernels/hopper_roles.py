@@ -61,8 +61,12 @@ def load_weights(
         row = gl.load(tiles_ptr + tile * 4) * EXPERT_ROWS + block * ROWS
         first = gl.load(tiles_ptr + tile * 4 + 1)
         full = gl.load(tiles_ptr + tile * 4 + 2) - first > 64
-        # K, but LLVM must not know it: it would unroll a short loop, and then needs more registers than there are.
-        for k in range(0, gl.minimum(t + K, K), BLOCK_K):
+        end = K
+        if (
+            not GATHER
+        ):  # LLVM must not know it: it would unroll a short loop, and then needs more registers than there are
+            end = gl.minimum(t + K, K)
+        for k in range(0, end, BLOCK_K):
             s = it % STAGES
             mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
             if GATHER:
