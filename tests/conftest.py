@@ -6,6 +6,9 @@ compile       kernels compiled for sm_90a, no GPU
 guard         Triton, no GPU: launches go to a driver made for the tests
 transformers  needs the extra `transformers`
 vllm          vLLM's Python files, see tests/vllm/fetch.py; skipped by name without them
+serve         needs the extra `serve`: real servers and their clients
+serve_load    needs the extra `bench`: loads on an endpoint with known delays
+sagemaker     needs the extra `sagemaker` and moto
 readme        needs torch
 gpu           needs a Hopper GPU, like every test with the marker `gpu`
 

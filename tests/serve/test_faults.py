@@ -72,5 +72,5 @@ def test_memory_is_flat_over_hundreds_of_requests(server):
 
     many(60)
     before = server.resident_bytes
-    many(240)
+    many(200)
     assert server.resident_bytes - before < 8e6

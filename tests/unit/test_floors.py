@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-WITHOUT_TORCH = ["errors", "problem", "hardware", "router", "plans", "policy", "audit", "guard", "cli_audit", "cli"]
+WITHOUT_TORCH = [
+    "errors",
+    "problem",
+    "hardware",
+    "router",
+    "plans",
+    "policy",
+    "audit",
+    "guard",
+    "cli_audit",
+    "cli_serve",
+    "cli",
+]
 
 
 def imported_with(statement: str) -> set[str]:
