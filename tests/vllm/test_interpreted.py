@@ -33,7 +33,7 @@ TOKENS = (1, 5, 40)
 def as_on_an_h200(monkeypatch):
     """Plans but for programmatic launch, which the interpreter has not."""
     stock = planner.decide
-    monkeypatch.setattr(planner, "decide", lambda *arguments: replace(stock(*arguments), pdl=False))
+    monkeypatch.setattr(planner, "decide", lambda *given, **more: replace(stock(*given, **more), pdl=False))
     monkeypatch.setattr(plugin_experts, "detect", lambda device: H200)
     monkeypatch.setattr(loading, "warm", lambda *arguments, **options: [])
 
