@@ -21,9 +21,10 @@ from .layers import Sizes
 from .test_layers import compressed_tensors, fp8, modelopt, silu
 
 from expertile.hardware import H200  # isort: skip
-from expertile.plans import Backend, Stream  # isort: skip
+from expertile.plans import Backend, GemmConfig, Stream  # isort: skip
 from expertile.plugins.vllm import experts as plugin_experts  # isort: skip
 from expertile.plugins.vllm import loading, planner  # isort: skip
+from expertile.policy.tiles import fused_quant  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("engine")
 TOKENS = (1, 5, 40)
@@ -31,9 +32,17 @@ TOKENS = (1, 5, 40)
 
 @pytest.fixture(autouse=True)
 def as_on_an_h200(monkeypatch):
-    """Plans but for programmatic launch, which the interpreter has not."""
+    """Plans but for programmatic launch and Gluon's tiles, which the interpreter has not."""
     stock = planner.decide
-    monkeypatch.setattr(planner, "decide", lambda *given, **more: replace(stock(*given, **more), pdl=False))
+
+    def decide(*given, **more):
+        plan = replace(stock(*given, **more), pdl=False)
+        if plan.stream is Stream.NO and plan.gemm1.specialized:
+            tile = GemmConfig(64, 128, plan.gemm1.block_k, 4, 4, group_m=8)
+            plan = replace(plan, gemm1=tile, gemm2=tile, fuse_quant=fused_quant(plan.problem, tile))
+        return plan
+
+    monkeypatch.setattr(planner, "decide", decide)
     monkeypatch.setattr(plugin_experts, "detect", lambda device: H200)
     monkeypatch.setattr(loading, "warm", lambda *arguments, **options: [])
 
