@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -30,11 +31,10 @@ def root(model, wheel, tmp_path, run):
     return folder
 
 
-def environment(tmp_path) -> Path:
-    """A Python environment with pip and nothing else."""
-    pytest.importorskip("ensurepip", reason="needs ensurepip")
+def environment(tmp_path, pip: bool) -> Path:
+    """A Python environment with nothing in it, or pip alone."""
     place = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", *([] if pip else ["--without-pip"]), str(place)], check=True)
     return place / "bin" / "python"
 
 
@@ -52,7 +52,7 @@ def test_the_artefact_installs_itself_without_a_network(root, tmp_path, monkeypa
     for name in ("PIP_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "https_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.chdir("/")
-    python = environment(tmp_path)
+    python = environment(tmp_path, pip=tool == "pip")
     assert install_requirements(model_path=str(root), python_executable=str(python))
     done = subprocess.run([python, "-c", "import expertile_probe; print(expertile_probe.answer)"], capture_output=True)
     assert done.stdout == b"42\n", done.stderr
@@ -103,6 +103,9 @@ def test_a_packed_model_is_served_as_sagemaker_asks_for_it(tmp_path, wheel, run)
     needed = ("fastapi", "uvicorn", "transformers", "model_hosting_container_standards", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs the extra `serve`: {', '.join(missing)}")
+    with socket.socket() as port:
+        if port.connect_ex(("127.0.0.1", 8080)) == 0:
+            pytest.skip("SageMaker's port, 8080, is taken here")
     model = REPOSITORY / "models" / "tiny-moe"
     run("package", model, "--out", tmp_path / "m.tar.gz", "--wheel", wheel, "--leave-out", "eval.txt")
     root = tmp_path / "opt" / "ml" / "model"

@@ -4,7 +4,7 @@ import json
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ReadTimeoutError
 
 from expertile.errors import ExpertileError
 from expertile.sagemaker import deploy as room
@@ -171,6 +171,15 @@ def test_when_a_call_is_refused_what_was_made_before_is_removed(client, verb, ma
     assert left(client) == [0, 0, 0]
     assert sum(each.startswith("delete") for each in watched.seen) == made
     assert ("nothing is left of it" in str(caught.value)) == bool(made)
+
+
+def test_without_an_answer_it_is_said_that_the_call_may_have_worked(client):
+    def lost(**_):
+        raise ReadTimeoutError(endpoint_url="https://aws")
+
+    with pytest.raises(DeployFailed, match=r"create_endpoint: Read timeout.*whether AWS did it is not known"):
+        room.deploy(Watched(client, create_endpoint=lost), calls(deployment()), 60, clock=clock())
+    assert left(client) == [0, 0, 0]
 
 
 def test_what_somebody_else_made_under_that_name_is_not_touched(client):

@@ -147,11 +147,12 @@ def test_goodput_counts_requests_within_all_bounds(tmp_path, serving):
 )
 def test_a_failure_is_counted_with_its_reason_and_the_others_go_on(tmp_path, serving, fault, reason):
     url, _ = serving(first=0.01, gap=0.01, fault=fault, every=3)
-    code, output, (row,) = run(tmp_path, url, "--requests", "9", "--timeout", "0.4", "--lengths", "9/4")
+    patience = "0.4" if fault == "hang" else "20"  # a busy machine must not make a good request late
+    code, output, (row,) = run(tmp_path, url, "--requests", "9", "--timeout", patience, "--lengths", "9/4")
     assert code == 1
     assert (row["requests"], row["failed"]) == (6, 3)
     assert re.search(rf"\b3 x {re.escape(reason)}\n", output), output
-    assert near(row["ttft_ms_p50"], 0.01, 0.05)
+    assert near(row["ttft_ms_p50"], 0.01, 0.3)
 
 
 def test_when_everything_fails_there_is_a_row_that_says_so(tmp_path, serving):

@@ -141,8 +141,9 @@ def _call(client, verb: str, arguments) -> dict:
     except ClientError as error:
         about = error.response.get("Error", {})
         raise _Refused(f"{verb}: {about.get('Code', 'refused')}: {about.get('Message', error)}") from None
-    except BotoCoreError as error:
-        raise _Refused(f"{verb}: {error}") from None
+    except BotoCoreError as error:  # no answer: the call may have had its effect
+        unknown = "; whether AWS did it is not known" if verb.startswith("create") else ""
+        raise _Refused(f"{verb}: {error}{unknown}") from None
 
 
 def _is_gone(error: ExpertileError) -> bool:
