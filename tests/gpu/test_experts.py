@@ -15,7 +15,7 @@ import torch
 import expertile
 from expertile.bench import check
 from expertile.kernels import decode_experts, decode_roles, hopper_gemm, hopper_roles
-from expertile.plans import Backend, Plan, Stream
+from expertile.plans import RING_TOKENS, Backend, Plan, Stream
 from expertile.policy.tiles import ring_tiles
 from expertile.reference import moe as reference_moe
 from expertile.runtime.device import detect
@@ -73,6 +73,24 @@ def test_rows_are_the_layer_in_float64(quant, tokens):
     errors = (out[rows].double() - want).norm(dim=1) / want.norm(dim=1)
     assert torch.isfinite(out).all() and check.red(errors, check.bar(weights)) is None
     assert torch.equal(x, kept)  # case 22
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 300, 3000])
+def test_a_workspace_starts_the_kernels_of_a_recorded_call(quant, tokens):
+    """Other inputs, another output, another layer's weights: the launches are the recorded ones, the answer is not."""
+    first, second = layer(quant), layer(quant)
+    second.w2.copy_(second.w2.flip(0))
+    plan = expertile.plan(first.problem(tokens, TOP_K), detect())
+    rings = range(len(ring_tiles(plan.problem, detect()))) if tokens <= RING_TOKENS else ()
+    for each in [plan, *(ring_plan(first, tokens, which) for which in rings)]:
+        workspace = expertile.Workspace.for_plan(each, "cuda")
+        for seed, weights in enumerate((first, second, first)):
+            x, ids, probs = inputs(tokens, seed)
+            out = torch.full_like(x, float("nan"))
+            expertile.moe(x, weights, ids, probs, out=out, plan=each, workspace=workspace)
+            assert len(workspace.calls) == 1
+            assert torch.equal(out, expertile.moe(x, weights, ids, probs, plan=each)), (each.name, seed)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_tensor", "fp8_block"])

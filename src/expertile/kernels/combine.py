@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options
+from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch, launch_options
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -27,12 +27,11 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
+    # What the router wrote was there before the kernel that writes y began: only y is waited for.
+    valids = ()
+    weights = ()
     for j in tl.static_range(TOP_K):
         slot = token * TOP_K + j
         expert = tl.load(ids_ptr + slot)
@@ -40,9 +39,18 @@ def _combine_kernel(
         if map_ptr is not None:
             expert = tl.load(map_ptr + expert, mask=valid, other=-1)
             valid = (expert >= 0) & (expert < EXPERTS)
-        y = tl.load(y_ptr + slot * HIDDEN + n, mask=(n < HIDDEN) & valid, other=0.0).to(tl.float32)
+        valids = valids + (valid,)
         if probs_ptr is not None:
-            y *= tl.load(probs_ptr + slot, mask=valid, other=0.0).to(tl.float32)
+            weights = weights + (tl.load(probs_ptr + slot, mask=valid, other=0.0).to(tl.float32),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
+        y = tl.load(y_ptr + slot * HIDDEN + n, mask=(n < HIDDEN) & valids[j], other=0.0).to(tl.float32)
+        if probs_ptr is not None:
+            y *= weights[j]
         acc += y
     if FACTOR != 1.0:
         acc *= FACTOR
@@ -59,7 +67,7 @@ def _options(block: int, pdl: bool) -> dict:
     return launch_options(pdl, num_warps=block // 512 * 2 or 1)
 
 
-def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pdl=False):
+def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pdl=False, launch=launch):
     """out[t] = factor * sum over j of probs[t, j] * y[t * top_k + j]; skipped slots count as zero.
 
     Shapes    y [T * top_k, H] | ids, probs [T, top_k] contiguous -> out [T, H], H contiguous
@@ -68,7 +76,8 @@ def combine(y, ids, probs, out, experts: int, *, expert_map=None, factor=1.0, pd
     tokens, hidden = out.shape
     constants = _constants(hidden, experts, ids.shape[1], factor, tokens, pdl)
     total = experts if expert_map is None else expert_map.numel()
-    _combine_kernel[(tokens, -(-hidden // constants["BLOCK"]))](
+    launch(
+        _combine_kernel, (tokens, -(-hidden // constants["BLOCK"])),
         y, ids, expert_map, probs, out, total, out.stride(0), **constants,
         **_options(constants["BLOCK"], pdl),
     )  # fmt: skip

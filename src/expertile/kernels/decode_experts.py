@@ -37,6 +37,7 @@ from .tiles import (
     Specialization,
     gdc_launch_dependents,
     gdc_wait,
+    launch,
     launch_options,
     local_experts,
     quantize_rows,
@@ -230,18 +231,21 @@ def _decode_experts_kernel(
     for n in gl.static_range(4):
         mbarrier.init(told.index(n), count=1)
         mbarrier.init(heard.index(n), count=1 + WARPGROUPS)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(2):
+        mbarrier.init(turns.index(n), count=1)
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (multiply, (
                 0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
                 w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
                 SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
             )),
             (multiply, (
                 1, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
                 w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
                 SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
             )),
             (load_weights, (
@@ -258,7 +262,7 @@ def _decode_experts_kernel(
             (multiply, (
                 0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
                 w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
                 SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
             )),
             (load_weights, (
@@ -272,7 +276,7 @@ def _decode_experts_kernel(
         ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None, pdl=False):
+def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None, pdl=False, launch=launch):
     """hit = how many experts are hit, then which, ascending; counters = 0; x_q = x in e4m3 where weights are.
 
     Shapes    ids [T, top_k] contiguous | x [T, H] -> x_q [T, H], x_scale as tiles.quantize_rows has it, hit, counters
@@ -280,7 +284,8 @@ def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None,
     """
     tokens, quantized = x.shape[0], layer.mode != ""
     total = layer.experts if expert_map is None else expert_map.numel()
-    _begin_kernel[(1 + tokens * quantized,)](
+    launch(
+        _begin_kernel, (1 + tokens * quantized,),
         ids, expert_map, x, x_q if quantized else None, x_scale if quantized else None, hit, counters, x.stride(0),
         tokens, ids.numel(), total, **_begin_constants(layer, ids.numel(), pdl), **launch_options(pdl, num_warps=4),
     )  # fmt: skip
@@ -288,7 +293,7 @@ def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None,
 
 def decode_experts(
     x, w13, w2, h, h_q, y, ids, hit, counters, config: GemmConfig, layer: Layer, *, sms: int, expert_map=None,
-    pdl=False, **tensors,
+    pdl=False, launch=launch, **tensors,
 ):  # fmt: skip
     """y[t * top_k + j] = activation(x[t] @ w13[e].T + b13[e]) @ w2[e].T + b2[e], e = ids[t, j], for every valid slot.
 
@@ -305,7 +310,8 @@ def decode_experts(
     total = layer.experts if expert_map is None else expert_map.numel()
     box, rows = [config.block_n // 2, config.block_k], [config.block_m, config.block_k]
     names = ("x_scale", "h_scale", "w13_scale", "w2_scale", "b13", "b2")
-    _decode_experts_kernel[(sms * ring_blocks(config),)](
+    launch(
+        _decode_experts_kernel, (sms * ring_blocks(config),),
         _view(x, rows), _view(w13.view(-1, layer.hidden), box), _view(w2.view(-1, layer.inter), box),
         _view(h if layer.mode == "" else h_q, rows), h, h_q, y, ids, expert_map, hit, counters,
         *(tensors.get(name) for name in names), x.shape[0], total, **layer.constants(config, pdl),

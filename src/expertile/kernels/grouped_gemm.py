@@ -26,6 +26,7 @@ from .tiles import (
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
+    launch,
     launch_options,
     scale_block_row,
     tile_weight_rows,
@@ -152,7 +153,9 @@ def _grouped_gemm_kernel(
 OPTIONAL = ("x_scale", "w_scale", "y_scale", "bias", "probs")
 
 
-def grouped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y, *, pdl=False, **tensors):
+def grouped_gemm(
+    x, w, routing: Routing, config: GemmConfig, product: Product, y, *, pdl=False, launch=launch, **tensors
+):  # fmt: skip
     """y[r] = epilogue(x[row(r)] @ w[e(r)].T) for every routed row r.
 
     Shapes    x [X, K] | w [E, product.w_rows, K] -> y [R, product.n]; K contiguous in x and w, y contiguous
@@ -163,7 +166,8 @@ def grouped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     """
     product.check(config, routing.block_m)
     blocks = -(-product.n // product.y_block(config))
-    _grouped_gemm_kernel[(routing.tiles.shape[0] * blocks,)](
+    launch(
+        _grouped_gemm_kernel, (routing.tiles.shape[0] * blocks,),
         x, w, y, routing.gather, routing.tiles, *(tensors.get(name) for name in OPTIONAL),
         x.stride(0), w.stride(0), w.stride(1), **product.constants(config, pdl),
         **launch_options(pdl, num_warps=config.warps, num_stages=config.stages),

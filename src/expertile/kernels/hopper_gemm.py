@@ -24,7 +24,15 @@ from ..plans import GemmConfig
 from ..problem import BLOCK, Quant
 from ..routing import Routing
 from .hopper_roles import gather_rows, load_weights, multiply
-from .tiles import Product, Specialization, gdc_launch_dependents, gdc_wait, gemm_specialization, launch_options
+from .tiles import (
+    Product,
+    Specialization,
+    gdc_launch_dependents,
+    gdc_wait,
+    gemm_specialization,
+    launch,
+    launch_options,
+)
 
 GATHER_WARPS = 2
 
@@ -180,8 +188,9 @@ def _row_view(x, config: GemmConfig) -> TensorDescriptor:
 
 
 def hopper_gemm(
-    x, w, routing: Routing, config: GemmConfig, product: Product, y, *, programs: int, pdl=False, **tensors
-):
+    x, w, routing: Routing, config: GemmConfig, product: Product, y, *, programs: int, pdl=False, launch=launch,
+    **tensors,
+):  # fmt: skip
     """y[r] = epilogue(x[row(r)] @ w[e(r)].T) for every routed row r, by `programs` persistent blocks, one an SM.
 
     Shapes    x [X, K] | w [E, product.w_rows, K] contiguous -> y [R, product.n] contiguous
@@ -197,7 +206,8 @@ def hopper_gemm(
     blocks = -(-product.n // product.y_block(config))
     next_tile = routing.next_tile[0 if product.gather else 1 :]  # GEMM1 and GEMM2 have a counter each
     rows = (x, None) if product.gather else (None, _row_view(x, config))
-    _hopper_gemm_kernel[(min(programs, routing.tiles.shape[0] * blocks),)](
+    launch(
+        _hopper_gemm_kernel, (min(programs, routing.tiles.shape[0] * blocks),),
         *rows, _weight_view(w, product, config), y, routing.gather, routing.tiles, routing.tile_count, next_tile,
         *(tensors.get(name) for name in OPTIONAL), x.stride(0), **_constants(product, config, pdl), **_options(pdl),
     )  # fmt: skip

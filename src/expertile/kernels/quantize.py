@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from ..problem import Quant
-from .tiles import TYPES, Specialization, gdc_launch_dependents, gdc_wait, launch_options, quantize_rows, scale_mode
+from .tiles import (
+    TYPES,
+    Specialization,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    launch_options,
+    quantize_rows,
+    scale_mode,
+)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rows_ptr"])
@@ -49,7 +58,7 @@ def _options(width: int, pdl: bool) -> dict:
     return launch_options(pdl, num_warps=4 if width <= 4096 else 8)
 
 
-def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):
+def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False, launch=launch):
     """q = x in e4m3 with `scale`: read when static, else written.
 
     Shapes    x [R, W], W contiguous -> q [R, W], scale [1] | [R] | [R, ceil(W / 128)]
@@ -58,9 +67,10 @@ def quantize(x, q, scale, quant: Quant, *, static=False, rows=None, pdl=False):
     """
     count, width = x.shape
     constants = _constants(width, quant, static, pdl)
-    _quantize_kernel[(-(-count // constants["ROWS"]),)](
-        x, q, scale, rows, x.stride(0), count, **constants, **_options(width, pdl)
-    )
+    launch(
+        _quantize_kernel, (-(-count // constants["ROWS"]),),
+        x, q, scale, rows, x.stride(0), count, **constants, **_options(width, pdl),
+    )  # fmt: skip
     return q, scale
 
 

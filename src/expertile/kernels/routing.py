@@ -21,6 +21,7 @@ from .tiles import (
     Specialization,
     gdc_launch_dependents,
     gdc_wait,
+    launch,
     launch_options,
     local_experts,
     quantize_rows,
@@ -164,7 +165,7 @@ def _options(pdl: bool) -> dict:
 
 def route_rows(
     ids, experts: int, routing: Routing, counts, expert_map=None, *, x=None, x_q=None, x_scale=None, quant=Quant.NONE,
-    static=False, pdl=False,
+    static=False, pdl=False, launch=launch,
 ) -> Routing:  # fmt: skip
     """gather, offsets and tiles of `routing` from ids: a counting sort of the slots by expert. With x, also x_q.
 
@@ -182,7 +183,8 @@ def route_rows(
     for step in ("place",) if constants["SCAN"] else ("count", "place"):
         *tensors, stride, extra = something
         grid = programs + (0 if tensors[0] is None else x.shape[0])
-        _route_kernel[(grid,)](
+        launch(
+            _route_kernel, (grid,),
             ids, expert_map, counts, routing.gather, routing.offsets, routing.tiles, routing.tile_count,
             routing.next_tile, *tensors, stride, slots, total, routing.tiles.shape[0], programs, STEP=step, **constants,
             **extra, **_options(pdl),

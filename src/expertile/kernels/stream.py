@@ -26,6 +26,7 @@ from .tiles import (
     gated_value,
     gdc_launch_dependents,
     gdc_wait,
+    launch,
     launch_options,
     local_experts,
     scale_block_row,
@@ -276,7 +277,9 @@ def _down_constants(product: Product, config: GemmConfig, experts: int, factor: 
     )
 
 
-def stream_up(x, w13, h, ids, config: GemmConfig, product: Product, *, expert_map=None, pdl=False, **tensors):
+def stream_up(
+    x, w13, h, ids, config: GemmConfig, product: Product, *, expert_map=None, pdl=False, launch=launch, **tensors
+):
     """h[s] = activation(x[s // top_k] @ w13[e(s)].T) for every valid slot s; the others are left as they are.
 
     Shapes    x [T, K] | w13 [E, N or 2N, K] | ids [T, top_k] contiguous -> h [T * top_k, N]; K contiguous
@@ -287,7 +290,8 @@ def stream_up(x, w13, h, ids, config: GemmConfig, product: Product, *, expert_ma
     experts = w13.shape[0]
     total = experts if expert_map is None else expert_map.numel()
     blocks = -(-product.n // product.y_block(config))
-    _stream_up_kernel[(ids.numel() * blocks,)](
+    launch(
+        _stream_up_kernel, (ids.numel() * blocks,),
         x, w13, h, ids, expert_map, tensors.get("x_scale"), tensors.get("w_scale"), tensors.get("h_scale"),
         tensors.get("bias"), tensors.get("probs"), x.stride(0), w13.stride(0), w13.stride(1), ids.numel(), total,
         **_up_constants(product, config, experts, pdl), **launch_options(pdl, num_warps=config.warps),
@@ -296,8 +300,9 @@ def stream_up(x, w13, h, ids, config: GemmConfig, product: Product, *, expert_ma
 
 
 def stream_down(
-    h, w2, out, ids, probs, config: GemmConfig, product: Product, *, expert_map=None, factor=1.0, pdl=False, **tensors
-):
+    h, w2, out, ids, probs, config: GemmConfig, product: Product, *, expert_map=None, factor=1.0, pdl=False,
+    launch=launch, **tensors,
+):  # fmt: skip
     """out[t] = factor * sum over j of probs[t, j] * (h[t * top_k + j] @ w2[e].T + bias); skipped slots count as zero.
 
     Shapes    h [T * top_k, K] | w2 [E, N, K] | ids, probs [T, top_k] contiguous -> out [T, N]; K contiguous
@@ -306,7 +311,8 @@ def stream_down(
     """
     experts = w2.shape[0]
     total = experts if expert_map is None else expert_map.numel()
-    _stream_down_kernel[(out.shape[0] * -(-product.n // config.block_n),)](
+    launch(
+        _stream_down_kernel, (out.shape[0] * -(-product.n // config.block_n),),
         h, w2, out, ids, expert_map, probs, tensors.get("h_scale"), tensors.get("w_scale"), tensors.get("bias"),
         w2.stride(0), w2.stride(1), out.stride(0), ids.numel(), total,
         **_down_constants(product, config, experts, factor, pdl), **launch_options(pdl, num_warps=config.warps),

@@ -26,6 +26,7 @@ from .tiles import (
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
+    launch,
     launch_options,
     scale_block_row,
     write_tile,
@@ -151,7 +152,9 @@ def _weight_view(w, product: Product, config: GemmConfig) -> TensorDescriptor:
     return TensorDescriptor(w, [halves, n, k], [n * k, k, 1], [1, product.y_block(config), config.block_k])
 
 
-def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y, *, pdl=False, **tensors):
+def swapped_gemm(
+    x, w, routing: Routing, config: GemmConfig, product: Product, y, *, pdl=False, launch=launch, **tensors
+):  # fmt: skip
     """y[r] = epilogue(x[row(r)] @ w[e(r)].T) for every routed row r, weight rows on WGMMA's 64-row side.
 
     Shapes    x [X, K] | w [E, product.w_rows, K] contiguous -> y [R, product.n] contiguous
@@ -163,7 +166,8 @@ def swapped_gemm(x, w, routing: Routing, config: GemmConfig, product: Product, y
     """
     product.check(config, routing.block_m)
     blocks = -(-product.n // product.y_block(config))
-    _swapped_gemm_kernel[(routing.tiles.shape[0] * blocks,)](
+    launch(
+        _swapped_gemm_kernel, (routing.tiles.shape[0] * blocks,),
         x, _weight_view(w, product, config), y, routing.gather, routing.tiles,
         *(tensors.get(name) for name in OPTIONAL), x.stride(0), **_constants(product, config, pdl),
         **launch_options(pdl, num_warps=config.warps, num_stages=config.stages),

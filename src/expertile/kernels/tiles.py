@@ -122,6 +122,11 @@ class Specialization:
     options: dict[str, object] = field(default_factory=dict)
 
 
+def launch(kernel, grid: tuple, *arguments, **others):
+    """How launchers start their kernel, unless they are told another way (runtime/launches.py records)."""
+    return kernel[grid](*arguments, **others)
+
+
 def launch_options(pdl: bool, **options) -> dict:
     """Options of a launch in the order that Triton's key has them, programmatic dependent launch last."""
     return options | ({"launch_pdl": True} if pdl else {})

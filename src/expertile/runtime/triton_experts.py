@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from ..kernels import combine, decode_experts, grouped_gemm, hopper_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
-from ..kernels.tiles import Product, Specialization
+from ..kernels.tiles import Product, Specialization, launch
 from ..plans import GemmConfig, Plan, Stream
 from ..problem import Quant
 from ..routing import Routing
 from ..weights import Weights
+from .launches import Recorder, span
 from .workspace import Workspace
 
 ROUTED = ("gather", "offsets", "tiles", "tile_count", "next_tile")
@@ -41,27 +44,56 @@ def products(plan: Plan, split_scale: bool) -> tuple[Product, Product]:
 def triton_experts(
     plan: Plan, x, weights: Weights, ids, probs, out, *, expert_map=None, scaling_factor=1.0, workspace=None
 ):
-    """out [T, H] of one MoE layer by the plan's kernels; scratch memory from `workspace`, or from torch's allocator."""
-    scratch = (workspace or Workspace.for_plan(plan, x.device)).tensors(plan)
+    """out [T, H] of one MoE layer by the plan's kernels; scratch memory from `workspace`, or from torch's allocator.
+
+    A workspace that keeps calls starts the kernels of a call like an earlier one directly.
+    """
+    workspace = workspace or Workspace(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device), None)
+    if workspace.calls is None:
+        return _experts(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace, launch)
+    w, memory = weights, workspace.memory
+    sources = (x, ids, probs, out, memory, expert_map, w.w13, w.w2, w.w13_scale, w.w2_scale, w.w13_bias, w.w2_bias,
+               w.x_scale, w.h_scale)  # fmt: skip
+    addresses = [None if t is None else t.data_ptr() for t in sources]
+    key = (
+        id(plan), scaling_factor, w.split_scale, x.stride(0), out.stride(0), ids.dtype, probs.dtype, w.w13.stride(),
+        w.w2.stride(), x.get_device(), None if expert_map is None else expert_map.numel(), memory.numel(),
+        *(None if address is None else address % 16 for address in addresses),
+    )  # fmt: skip
+    recorded = workspace.calls.find(key)
+    if recorded is not None:
+        recorded(addresses)
+        return out
+    recorder = Recorder()
+    _experts(plan, x, w, ids, probs, out, expert_map, scaling_factor, workspace, recorder)
+    spans = [plan.workspace_bytes if t is memory else span(t) for t in sources]
+    recorded = recorder.recorded(plan, sources, spans)
+    if recorded is not None:
+        workspace.calls.keep(key, recorded)
+    return out
+
+
+def _experts(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace, launch):
     run_kernels = {Stream.BOTH: _stream, Stream.RING: _ring}.get(plan.stream, _grouped)
-    return run_kernels(plan, x, weights, ids, probs, out, expert_map, scaling_factor, scratch)
+    scratch, how = workspace.tensors(plan), dict(pdl=plan.pdl, launch=launch)
+    return run_kernels(plan, x, weights, ids, probs, out, expert_map, scaling_factor, scratch, how)
 
 
-def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch):
+def _stream(plan, x, w, ids, probs, out, expert_map, scaling_factor, scratch, how):
     product1, _ = products(plan, w.split_scale)
     h = stream.stream_up(
-        x, w.w13, scratch["h"], ids, plan.gemm1, product1, expert_map=expert_map, pdl=plan.pdl, x_scale=w.x_scale,
+        x, w.w13, scratch["h"], ids, plan.gemm1, product1, expert_map=expert_map, x_scale=w.x_scale,
         w_scale=w.w13_scale, h_scale=w.h_scale, bias=w.w13_bias, probs=probs if plan.problem.weight_on_input else None,
+        **how,
     )  # fmt: skip
-    return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor)
+    return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor, how)
 
 
-def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor):
+def _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor, how):
     _, product2 = products(plan, w.split_scale)
     return stream.stream_down(
         h, w.w2, out, ids, None if plan.problem.weight_on_input else probs, plan.gemm2, product2,
-        expert_map=expert_map, factor=scaling_factor, pdl=plan.pdl, h_scale=w.h_scale, w_scale=w.w2_scale,
-        bias=w.w2_bias,
+        expert_map=expert_map, factor=scaling_factor, h_scale=w.h_scale, w_scale=w.w2_scale, bias=w.w2_bias, **how,
     )  # fmt: skip
 
 
@@ -73,45 +105,45 @@ def ring_layer(plan: Plan, split_scale: bool) -> decode_experts.Layer:
     )
 
 
-def _ring(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
-    layer, pdl = ring_layer(plan, w.split_scale), plan.pdl
+def _ring(plan, x, w, ids, probs, out, expert_map, scaling_factor, t, how):
+    layer = ring_layer(plan, w.split_scale)
     x_scale, h_scale = t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)
-    decode_experts.begin(ids, x, t.get("x_q"), x_scale, t["hit"], t["counters"], layer, expert_map=expert_map, pdl=pdl)
+    decode_experts.begin(ids, x, t.get("x_q"), x_scale, t["hit"], t["counters"], layer, expert_map=expert_map, **how)
     decode_experts.decode_experts(
         t.get("x_q", x), w.w13, w.w2, t.get("h"), t.get("h_q"), t["y"], ids, t["hit"], t["counters"], plan.gemm1, layer,
-        sms=plan.sms, expert_map=expert_map, pdl=pdl, x_scale=x_scale, h_scale=h_scale, w13_scale=w.w13_scale,
-        w2_scale=w.w2_scale, b13=w.w13_bias, b2=w.w2_bias,
+        sms=plan.sms, expert_map=expert_map, x_scale=x_scale, h_scale=h_scale, w13_scale=w.w13_scale,
+        w2_scale=w.w2_scale, b13=w.w13_bias, b2=w.w2_bias, **how,
     )  # fmt: skip
     return combine.combine(
-        t["y"], ids, probs, out, plan.problem.experts, expert_map=expert_map, factor=scaling_factor, pdl=pdl
+        t["y"], ids, probs, out, plan.problem.experts, expert_map=expert_map, factor=scaling_factor, **how
     )
 
 
-def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t):
-    p, pdl, quantized = plan.problem, plan.pdl, plan.problem.quant is not Quant.NONE
+def _grouped(plan, x, w, ids, probs, out, expert_map, scaling_factor, t, how):
+    p, quantized = plan.problem, plan.problem.quant is not Quant.NONE
     product1, product2 = products(plan, w.split_scale)
     routing = Routing(**{name: t[name] for name in ROUTED}, block_m=plan.gemm1.block_m)
     x_scale, h_scale = (t.get("x_scale", w.x_scale), t.get("h_scale", w.h_scale)) if quantized else (None, None)
     quantizing = dict(x=x, x_q=t["x_q"], x_scale=x_scale, quant=p.quant, static=p.static_scale) if quantized else {}
-    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, pdl=pdl, **quantizing)
+    row_routing.route_rows(ids, p.experts, routing, t["counts"], expert_map, **quantizing, **how)
     streamed = plan.stream is Stream.DOWN
     h = t["h_q"] if plan.fuse_quant and not streamed else t["h"]
     gemm(plan.gemm1, plan.sms)(
-        t["x_q"] if quantized else x, w.w13, routing, plan.gemm1, product1, h, pdl=pdl, x_scale=x_scale,
-        w_scale=w.w13_scale, y_scale=h_scale if product1.out_quant else None, bias=w.w13_bias,
-        probs=probs if p.weight_on_input else None,
+        t["x_q"] if quantized else x, w.w13, routing, plan.gemm1, product1, h, x_scale=x_scale, w_scale=w.w13_scale,
+        y_scale=h_scale if product1.out_quant else None, bias=w.w13_bias, probs=probs if p.weight_on_input else None,
+        **how,
     )  # fmt: skip
     if streamed:
-        return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor)
+        return _stream_down(plan, h, w, ids, probs, out, expert_map, scaling_factor, how)
     if quantized and not plan.fuse_quant:
         rows = routing.offsets[p.experts :]
-        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, pdl=pdl)
+        h, _ = quantize.quantize(h, t["h_q"], h_scale, p.quant, static=p.static_scale, rows=rows, **how)
     gemm(plan.gemm2, plan.sms)(
-        h, w.w2, routing, plan.gemm2, product2, t["y"], pdl=pdl, x_scale=h_scale, w_scale=w.w2_scale, bias=w.w2_bias
+        h, w.w2, routing, plan.gemm2, product2, t["y"], x_scale=h_scale, w_scale=w.w2_scale, bias=w.w2_bias, **how
     )
     return combine.combine(
         t["y"], ids, None if p.weight_on_input else probs, out, p.experts,
-        expert_map=expert_map, factor=scaling_factor, pdl=pdl,
+        expert_map=expert_map, factor=scaling_factor, **how,
     )  # fmt: skip
 
 

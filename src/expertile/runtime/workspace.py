@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +10,7 @@ from ..errors import ShapeError
 from ..plans import ALIGN, RING_TOKENS, Backend, GemmConfig, Plan, Stream
 from ..problem import Problem
 from ..weights import FP8
+from .launches import Calls
 
 ITEMS = {"i32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
 
@@ -18,10 +19,14 @@ ITEMS = {"i32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp1
 class Workspace:
     """One allocation that every plan whose workspace_bytes it holds can use, also under CUDA-graph capture.
 
-    It holds nothing between calls. Calls that share it must run on one stream.
+    Its memory holds nothing between calls. Calls that share it must run on one stream.
+
+    calls   launches of calls that used it: the next call of such a plan starts its kernels without describing them
+            anew. None: nothing is kept
     """
 
     memory: torch.Tensor  # uint8
+    calls: Calls | None = field(default_factory=Calls)
 
     @classmethod
     def for_plan(cls, plan: Plan, device) -> Workspace:

@@ -151,9 +151,8 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
             probs = _view(spare_probs, topk_weights.shape, torch.float32).fill_(1.0)
         else:
             probs = _as(topk_weights, torch.float32, spare_probs)
-        run(
-            plans.plan(tokens), x, weights, ids, probs, output, expert_map=expert_map, workspace=Workspace(memory)
-        )  # fmt: skip
+        workspace = Workspace(memory, plans.calls)
+        run(plans.plan(tokens), x, weights, ids, probs, output, expert_map=expert_map, workspace=workspace)
 
 
 def _room(tokens: int, top_k: int) -> int:

@@ -10,6 +10,7 @@ from ...hardware import Hardware
 from ...plans import Plan
 from ...policy import decide
 from ...problem import Problem
+from ...runtime.launches import Calls
 from ...runtime.workspace import most_bytes
 
 
@@ -17,11 +18,13 @@ class Planner:
     """What calls of one Problem need, for any number of tokens.
 
     warmed    tokens up to which its kernels were compiled; layers of one shape need it once a process
+    calls     launches of earlier calls: a step's second layer starts its kernels as the first did
     """
 
     def __init__(self, problem: Problem, hardware: Hardware):
         self.problem, self.hardware = problem, hardware
         self.warmed = 0
+        self.calls = Calls()
         self._plans: dict[int, Plan] = {}
         self._bytes: dict[int, int] = {}
 

@@ -1,0 +1,146 @@
+"""The launches of a call, recorded, and made again for the next call of the same plan with other addresses.
+
+Between a call and its kernels lies Python: checks, views of the scratch memory, tensor descriptors, Triton's binding
+and specialisation of every argument. For an engine that runs tens of layers a step this is time to first token
+whenever the step is no CUDA graph. All of it follows from the plan, strides, dtypes and alignments; what varies are
+addresses, so the compiled kernels are started with new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+MOST = 512  # recorded calls that are kept; the oldest goes
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One compiled kernel on its grid.
+
+    arguments   in the kernel's order; those in `places` and `views` are filled in
+    places      (position, source, bytes from the source's start)
+    views       the same of tensor descriptors: (position, descriptor, source, bytes)
+    """
+
+    start: Callable[..., None]
+    arguments: Sequence[Any]
+    places: Sequence[tuple[int, int, int]]
+    views: Sequence[tuple[int, Any, int, int]]
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        arguments = list(self.arguments)
+        for position, source, offset in self.places:
+            arguments[position] = addresses[source] + offset
+        for position, view, source, offset in self.views:
+            arguments[position] = _moved(view, addresses[source] + offset)
+        self.start(*arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A call's launches in order. `plan` is kept so that no other plan can have its identity."""
+
+    plan: Any
+    launches: Sequence[Launch]
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        for launch in self.launches:
+            launch(addresses)
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Starts kernels as `kernels.tiles.launch` does, and remembers them."""
+
+    started: list[tuple[Any, Any, tuple, tuple, dict]] = field(default_factory=list)
+
+    def __call__(self, kernel, grid: tuple, *arguments, **others) -> None:
+        self.started.append((kernel, kernel[grid](*arguments, **others), grid, arguments, others))
+
+    def recorded(self, plan, sources: Sequence[torch.Tensor | None], spans: Sequence[int]) -> Recorded | None:
+        """What was started, as a function of the sources' addresses; None if it reads or writes anything else."""
+        starts = [0 if t is None else t.data_ptr() for t in sources]
+        ranges = [(start, start + span) for start, span in zip(starts, spans, strict=True)]
+        taken = sorted(each for each in ranges if each[0] < each[1])
+        if any(before[1] > after[0] for before, after in pairwise(taken)):
+            return None  # two sources share memory: whose address an argument is cannot be told
+        launches = [_launch(started, ranges) for started in self.started]
+        return None if None in launches else Recorded(plan, launches)
+
+
+class Calls:
+    """Recorded calls by what they depend on besides addresses. Kept where plans are kept: by a Workspace, a planner."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple, Recorded] = {}
+
+    def find(self, key: tuple) -> Recorded | None:
+        return self._recorded.get(key)
+
+    def keep(self, key: tuple, recorded: Recorded) -> None:
+        if len(self._recorded) >= MOST:
+            del self._recorded[next(iter(self._recorded))]
+        self._recorded[key] = recorded
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+
+def span(tensor: torch.Tensor | None) -> int:
+    """Bytes from the tensor's first element to the end of its last."""
+    if tensor is None or not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Stands for the tensor of a descriptor: all that a launch asks of it."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _moved(view, address: int):
+    """The tensor descriptor at another address."""
+    moved = object.__new__(type(view))
+    moved.__dict__.update(view.__dict__)
+    moved.base = _Address(address)
+    return moved
+
+
+def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
+    kernel, compiled, grid, given, others = started
+    names = getattr(kernel, "arg_names", None)
+    if names is None or not hasattr(compiled, "packed_metadata"):
+        return None  # interpreted
+    arguments = [*given, *(others[name] for name in names[len(given) :])]
+    places, views = [], []
+    for position, argument in enumerate(arguments):
+        tensor = getattr(argument, "base", argument) if _is_descriptor(argument) else argument
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        address = tensor.data_ptr()
+        source = next((n for n, (first, end) in enumerate(ranges) if first <= address < end), None)
+        if source is None:
+            return None
+        offset = address - ranges[source][0]
+        if tensor is argument:
+            places.append((position, source, offset))
+        else:
+            views.append((position, argument, source, offset))
+        arguments[position] = None
+    grid = (*grid, 1, 1)[:3]
+    return Launch(compiled[grid], arguments, places, views)
+
+
+def _is_descriptor(argument) -> bool:
+    return hasattr(argument, "base") and hasattr(argument, "block_shape")
