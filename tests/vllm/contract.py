@@ -237,6 +237,20 @@ def sums_are_left_as_they_are(tree):
 
 
 @claim
+def the_last_step_is_given_the_layers_output(tree):
+    """After the experts, with nothing between them where there are no other ranks: the call can wait for it."""
+    impl = tree[KERNEL].FusedMoEKernelModularImpl
+    assert "self.prepare_finalize.finalize(output, fused_out, " in impl._finalize.text
+    assert "self.fused_experts.finalize_weight_and_reduce_impl())" in impl._finalize.text
+    assert impl.apply.text.index("self._fused_experts(") < impl.apply.text.index("self._finalize(")
+    last = tree[MOE + "prepare_finalize/no_dp_ep.py"].MoEPrepareAndFinalizeNoDPEPModular.finalize
+    assert len(last.node.body) == 2 and last.text.endswith(
+        "weight_and_reduce_impl.apply(output=output, fused_expert_output=fused_expert_output, "
+        "topk_weights=topk_weights, topk_ids=topk_ids, apply_router_weight_on_input=apply_router_weight_on_input)"
+    )
+
+
+@claim
 def the_workspace_is_lent_as_one_piece(tree):
     manager = tree["vllm/v1/worker/workspace.py"].WorkspaceManager
     assert manager.defines("get_simultaneous") and manager.defines("is_locked")

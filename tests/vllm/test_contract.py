@@ -43,6 +43,8 @@ CHANGES = [
      "the_compile_cache_hashes_every_variable_that_vllm_knows"),
     (MOE + "prepare_finalize/no_dp_ep.py", "a1 = a1 * topk_weights", "a1q = a1 * topk_weights",
      "router_weights_on_the_input_are_multiplied_in_by_vllm"),
+    (MOE + "prepare_finalize/no_dp_ep.py", "            output=output,\n", "            output=None,\n",
+     "the_last_step_is_given_the_layers_output"),
 ]  # fmt: skip
 
 

@@ -82,6 +82,13 @@ def check(sizes, quant, quant_config=None, activation="silu", act=silu, *, stati
     return found
 
 
+def loaded():
+    """A small layer in bf16, taken over."""
+    layer = layers.make_layer(layers.moe_config(Sizes()))
+    layers.load(layer, layers.make_checkpoint(Sizes(), "none"))
+    return layer
+
+
 TP = Sizes(inter=88)  # 22 a rank of four: no multiple of 8
 
 
@@ -293,6 +300,30 @@ def test_parameters_that_are_exchanged_are_used():
     x, ids, probs = layers.routing(9, sizes)
     found = layers.run(layer, x.bfloat16(), ids, probs)
     layers.check(found, layers.answer(x.bfloat16(), ids, probs, newer, silu), "none")
+
+
+def test_the_output_is_written_by_the_experts_not_copied(monkeypatch):
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    def copy(*arguments, **options):
+        raise AssertionError("vLLM copies the output")
+
+    monkeypatch.setattr(TopKWeightAndReduceNoOP, "apply", copy)
+    layer, sizes = loaded(), Sizes()
+    x, ids, probs = layers.routing(3, sizes)
+    assert layers.run(layer, x.to(torch.bfloat16), ids, probs).shape == (3, sizes.hidden)
+    assert layer.quant_method.moe_kernel.fused_experts.waiting is None
+
+
+def test_other_ranks_get_what_the_experts_leave_in_the_workspace():
+    """What vLLM does next with the output of a rank is its affair: there the experts write where they are told."""
+    from expertile.plugins.vllm.experts import WriteOutput
+
+    experts = loaded().quant_method.moe_kernel.fused_experts
+    assert isinstance(experts.finalize_weight_and_reduce_impl(), WriteOutput)
+    other = type(experts)(experts.moe_config, experts.quant_config)
+    other.write_output_of(object())
+    assert not isinstance(other.finalize_weight_and_reduce_impl(), WriteOutput)
 
 
 def test_nothing_is_copied():

@@ -2,12 +2,19 @@
 
 x comes as it is (expects_unquantized_inputs): the launch that sorts the routed rows quantises it. Scratch memory is
 vLLM's second workspace; the first shares memory with the output in some versions and is not asked for.
+
+vLLM gives experts a piece of its workspace to write to and copies that to the layer's output in its last step, "weight
+and reduce". Where nothing lies between, the call waits for that step and writes the output itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
@@ -33,12 +40,33 @@ SCHEMES = (
 )
 
 
+class WriteOutput(TopKWeightAndReduceNoOP):
+    """The last step of a layer whose experts wait for it: they write its output."""
+
+    def __init__(self, experts: ExpertileExperts):
+        self.experts = experts
+
+    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input):
+        call, self.experts.waiting = self.experts.waiting, None
+        if call is None:  # no tokens came
+            return super().apply(
+                output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+            )  # fmt: skip
+        return call(out=fused_expert_output if output is None else output)
+
+
 class ExpertileExperts(mk.FusedMoEExpertsModular):
-    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew."""
+    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew.
+
+    last_step   WriteOutput where vLLM has nothing to do between the experts and the output, else its own copy
+    waiting     the call that last_step makes
+    """
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.weights: Weights | None = None
+        self.last_step = TopKWeightAndReduceNoOP()
+        self.waiting: Callable[..., torch.Tensor] | None = None
         self._planners: dict[tuple[int, int], Planner] = {}
 
     @staticmethod
@@ -98,7 +126,12 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         return False
 
     def finalize_weight_and_reduce_impl(self):
-        return TopKWeightAndReduceNoOP()
+        return self.last_step
+
+    def write_output_of(self, prepare_finalize) -> None:
+        """Tells the experts what vLLM does around them: without other ranks, nothing."""
+        if type(prepare_finalize) is MoEPrepareAndFinalizeNoDPEPModular:
+            self.last_step = WriteOutput(self)
 
     def prepare(self, w13, w2) -> Weights:
         """The layer's Weights, described now. ShapeError names what does not fit."""
@@ -126,7 +159,7 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
         a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
     ) -> None:  # fmt: skip
-        """output[t] = sum over j of topk_weights[t, j] * experts[topk_ids[t, j]](hidden_states[t]).
+        """output[t] = sum over j of topk_weights[t, j] * experts[topk_ids[t, j]](hidden_states[t]), or what will do it.
 
         Router weights on the input have been multiplied in by vLLM's prepare step: here they are ones.
         """
@@ -152,7 +185,11 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         else:
             probs = _as(topk_weights, torch.float32, spare_probs)
         workspace = Workspace(memory, plans.calls)
-        run(plans.plan(tokens), x, weights, ids, probs, output, expert_map=expert_map, workspace=workspace)
+        call = partial(run, plans.plan(tokens), x, weights, ids, probs, expert_map=expert_map, workspace=workspace)
+        if isinstance(self.last_step, WriteOutput):
+            self.waiting = call
+        else:
+            call(out=output)
 
 
 def _room(tokens: int, top_k: int) -> int:

@@ -45,6 +45,7 @@ def after_loading(method, layer) -> None:
     try:
         experts.prepare(layer.w13_weight, layer.w2_weight)
         compile_ahead(experts, layer)
+        experts.write_output_of(method.moe_kernel.prepare_finalize)
     except Exception:
         log.warning(
             "expertile gives %s back to vLLM (Triton): it failed while loading", layer.layer_name, exc_info=True
