@@ -1,4 +1,4 @@
-"""The command `expertile bench`: experts, layer, vllm, serve, report. What each measures is in benchmarks/README.md."""
+"""The command `expertile bench`. What each of its own measures is in benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -185,6 +185,44 @@ def rope(
     good = _follow(outcomes(), request, chosen, out or rows.default_path(setting.shared, "rope"))
     for made in inv_rope.tables(measured):
         Console().print(made)
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def cold(
+    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k")] = DEFAULT_PROBLEM,
+    quant: Annotated[str, typer.Option(help=f"some of {','.join(QUANTS)}")] = "bf16,fp8_block",
+    most: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="tokens of the largest call")] = 4096,
+    impl: Annotated[
+        str, typer.Option(help="some of expertile,expertile:specialised,expertile:warm,expertile:packed")
+    ] = "expertile,expertile:specialised,expertile:warm,expertile:packed",
+    out: Annotated[
+        Path | None, typer.Option(help="appended to", show_default="benchmarks/results/<date>-<gpu>-cold.jsonl")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="for the rows, where there is no git checkout")] = None,
+):
+    """What first calls cost when nothing is compiled: as called, specialised on every argument, warmed, unpacked."""
+    from rich.console import Console
+
+    from .bench import cold as room
+    from .bench import rows
+
+    console, setting, good = Console(highlight=False), setting_of(device, commit), True
+    path, measured = out or rows.default_path(setting.shared, room.COLD), []
+    where = setting.device.type
+    for each in _quants(quant):
+        with console.status(f"{problem} {each}: a process for each way, nothing compiled"):
+            for name, row, wrong in room.run(problem, each, most, _split(impl), setting.shared, device=where):
+                if row is None:
+                    console.print(f"{name}: {wrong}", markup=False)
+                    good = False
+                else:
+                    rows.write(path, [row])
+                    measured.append(row)
+    console.print(room.table(measured))
+    console.print(f"{len(measured)} rows in {path}", markup=False)
     if not good:
         raise typer.Exit(1)
 

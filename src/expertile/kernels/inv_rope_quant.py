@@ -101,9 +101,8 @@ def _inv_rope_quant_kernel(
     q_row = q_ptr + (q_row * (GROUP_HEADS * 512) + head % GROUP_HEADS * 512)[:, None]
     tl.store(q_row + n[None, :], q, mask=keep)
     tl.store(q_row + 448 + turned[None, :], q_turned, mask=exists[:, None])
-    padded = (tokens.to(tl.int64) + 3) // 4 * 4
-    block = head * 4 + tl.arange(0, 4)
-    tl.store(scale_ptr + block[None, :] * padded + t[:, None], tl.where(exists[:, None], scale, 0.0))
+    block = (head * 4 + tl.arange(0, 4)).to(tl.int64)
+    tl.store(scale_ptr + block[None, :] * ((tokens + 3) // 4 * 4) + t[:, None], tl.where(exists[:, None], scale, 0.0))
 
 
 def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, scales=None):

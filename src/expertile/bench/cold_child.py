@@ -1,0 +1,104 @@
+"""One process of `expertile bench cold`: nothing was compiled before it. Prints what it found as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from .. import guard
+from ..api import moe
+from ..problem import named_problem
+from ..runtime.device import detect
+from ..runtime.workspace import Workspace
+from ..warming import variants, warm
+from .cold import PACKED, SPECIALISED, WARM, stream
+from .inputs import Inputs, make_calls, make_weights
+
+
+def main(ask: dict) -> dict:
+    device = torch.device(ask["device"])
+    hardware, quant = detect(device), ask["quant"]
+    problem = named_problem(ask["problem"], ask["most"], quant, static_scale=quant == "fp8_tensor")
+    if ask["impl"] == SPECIALISED:
+        specialise()
+    if ask["impl"] == PACKED:
+        guard_cache().unpack(ask["archive"])
+    weights = make_weights(problem, device, 0)
+    call = make_calls(problem, "uniform", Inputs(problem, (weights,)), 1, 0)[0]
+    workspace = Workspace.for_tokens(problem, device)
+    found: dict = {}
+    if ask["impl"] in (WARM, PACKED):
+        first, compiles = _warmed(weights, problem, hardware, workspace)
+        again, _ = _warmed(weights, problem, hardware, workspace)
+        found["start"] = dict(first_ms=first, steady_ms=again, compiles=compiles)
+        if ask["impl"] == WARM and device.type == "cuda":
+            guard_cache().pack(Path(ask["archive"]))
+    counts = stream(ask["most"])
+    with guard.seal("count") if device.type == "cuda" else nullcontext() as sealed:
+        first = _pass_ms(call, weights, counts, workspace, device)
+        compiles = sealed.compiles if sealed else 0
+        steady = _pass_ms(call, weights, counts, workspace, device)
+    found["stream"] = dict(first_ms=first, steady_ms=steady, compiles=compiles)
+    return found
+
+
+def specialise() -> None:
+    """Our kernels as @triton.jit and @gluon.jit make them when nothing is said."""
+    import triton
+    from triton.experimental import gluon
+
+    from ..kernels import (
+        combine,
+        decode_experts,
+        grouped_gemm,
+        hopper_gemm,
+        quantize,
+        routing,
+        stream,
+        swapped_gemm,
+    )
+
+    for module in (combine, decode_experts, grouped_gemm, hopper_gemm, quantize, routing, stream, swapped_gemm):
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and hasattr(kernel, "arg_names"):
+                again = gluon.jit if "Gluon" in type(kernel).__name__ else triton.jit
+                setattr(module, name, again(kernel.fn))
+
+
+def guard_cache():
+    from ..guard import cache
+
+    return cache
+
+
+def _warmed(weights, problem, hardware, workspace) -> tuple[float, int]:
+    """(milliseconds, variants compiled), as the vLLM plugin warms: all variants side by side, then a call of each."""
+    start, compiled = time.perf_counter(), 0
+    if weights.device.type == "cuda":
+        asked = variants(problem, hardware, problem.tokens, weights.split_scale)
+        compiled = guard.warm(asked, progress=False).compiled
+    warm(weights, problem.top_k, problem.tokens, hardware=hardware, workspace=workspace)
+    _wait(weights.device)
+    return (time.perf_counter() - start) * 1e3, compiled
+
+
+def _pass_ms(call, weights, counts, workspace, device) -> float:
+    start = time.perf_counter()
+    for tokens in counts:
+        moe(call.x[:tokens], weights, call.ids[:tokens], call.probs[:tokens], workspace=workspace)
+        _wait(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _wait(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
