@@ -145,7 +145,10 @@ def rope(
     ] = None,
     tokens: Annotated[str, typer.Option(help="1,8,64 or 1-16384 (its powers of two)")] = "1-16384",
     impl: Annotated[
-        str, typer.Option(help="some of expertile,vllm-triton,torch-copy,expertile:unaligned,expertile:specialised")
+        str,
+        typer.Option(
+            help="some of expertile,vllm-triton,torch-copy,expertile:unaligned,expertile:specialised,expertile:4-warps"
+        ),
     ] = "expertile,vllm-triton,torch-copy",
     cold: Annotated[
         bool, typer.Option("--cold", help="instead: every count from 1 to the most of --tokens, nothing compiled yet")

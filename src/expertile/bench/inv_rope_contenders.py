@@ -3,6 +3,7 @@
 expertile              as it is called
 expertile:unaligned    strides of o passed as they are, not specialised: the compiler knows no alignment
 expertile:specialised  every argument specialised, as @triton.jit does by default
+expertile:4-warps      a token's head is a warp's, not all four of a program one's
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM
 from . import rows
 from .peers.vllm import missing, vllm_session
 
-OURS, UNALIGNED, SPECIALISED = "expertile", "expertile:unaligned", "expertile:specialised"
+OURS, UNALIGNED, SPECIALISED, WIDE = "expertile", "expertile:unaligned", "expertile:specialised", "expertile:4-warps"
 VLLM, COPY = "vllm-triton", "torch-copy"
 USUAL = (OURS, VLLM, COPY)
-IMPLEMENTATIONS = (*USUAL, UNALIGNED, SPECIALISED)
+IMPLEMENTATIONS = (*USUAL, UNALIGNED, SPECIALISED, WIDE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ def contenders(device: torch.device, names: Sequence[str] = USUAL) -> list[Conte
         OURS: Contender(OURS, here, _load_ours, lambda: plain),
         UNALIGNED: Contender(UNALIGNED, here, lambda: _launching(unit=1), lambda: plain),
         SPECIALISED: Contender(SPECIALISED, here, lambda: _launching(kernel=_specialised()), _specialised),
+        WIDE: Contender(WIDE, here, lambda: _launching(warps=4), lambda: plain),
         VLLM: Contender(theirs, missing(device), _load_vllm, _vllm_kernel, session=vllm_session),
         COPY: Contender(COPY, [], _load_copy, checked=False),
     }

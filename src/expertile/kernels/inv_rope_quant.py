@@ -128,22 +128,22 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
-def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit: int = UNIT) -> None:
-    """Of arguments that are known to fit. `kernel` and `unit` differ only where their worth is measured."""
+def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit: int = UNIT, warps: int = 1) -> None:
+    """Of arguments that are known to fit. `kernel`, `unit`, `warps` differ only where their worth is measured."""
     tokens, heads, _ = o.shape
     groups, _, padded = scales.shape
     if not tokens:
         return
-    constants, options = _constants(heads, groups, o.is_cuda, unit)
+    constants, options = _constants(heads, groups, o.is_cuda, unit, warps)
     kernel[(padded // TOKENS * heads,)](
         o, positions, cos_sin, out, scales, o.stride(0) // unit, o.stride(1) // unit, tokens, **constants, **options
     )
 
 
-def _constants(heads: int, groups: int, pdl: bool, unit: int = UNIT) -> tuple[dict, dict]:
+def _constants(heads: int, groups: int, pdl: bool, unit: int = UNIT, warps: int = 1) -> tuple[dict, dict]:
     """The constexpr arguments of a launch, and its options."""
     constants = dict(HEADS=heads, GROUPS=groups, TOKENS=TOKENS, UNIT=unit, PDL=pdl)
-    return constants, launch_options(pdl, num_warps=1)
+    return constants, launch_options(pdl, num_warps=warps)
 
 
 def signature(heads: int, groups: int, positions="i64", pdl=True, unit: int = UNIT) -> Specialization:
