@@ -35,10 +35,10 @@ def test_what_cannot_be_measured_is_refused(chosen, said):
 
 
 PROGRAM = """
-from expertile.bench import cold_child
+from expertile.bench.specialised import specialise
 from expertile.kernels import decode_experts, routing
 before = [routing._route_kernel, decode_experts._decode_experts_kernel]
-cold_child.specialise()
+specialise()
 after = [routing._route_kernel, decode_experts._decode_experts_kernel]
 for old, new in zip(before, after):
     assert type(old) is type(new) and old is not new and new.fn is old.fn

@@ -18,6 +18,7 @@ from ..runtime.workspace import Workspace
 from ..warming import variants, warm
 from .cold import PACKED, SPECIALISED, WARM, stream
 from .inputs import Inputs, make_calls, make_weights
+from .specialised import specialise
 
 
 def main(ask: dict) -> dict:
@@ -45,29 +46,6 @@ def main(ask: dict) -> dict:
         steady = _pass_ms(call, weights, counts, workspace, device)
     found["stream"] = dict(first_ms=first, steady_ms=steady, compiles=compiles)
     return found
-
-
-def specialise() -> None:
-    """Our kernels as @triton.jit and @gluon.jit make them when nothing is said."""
-    import triton
-    from triton.experimental import gluon
-
-    from ..kernels import (
-        combine,
-        decode_experts,
-        grouped_gemm,
-        hopper_gemm,
-        quantize,
-        routing,
-        stream,
-        swapped_gemm,
-    )
-
-    for module in (combine, decode_experts, grouped_gemm, hopper_gemm, quantize, routing, stream, swapped_gemm):
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel") and hasattr(kernel, "arg_names"):
-                again = gluon.jit if "Gluon" in type(kernel).__name__ else triton.jit
-                setattr(module, name, again(kernel.fn))
 
 
 def guard_cache():

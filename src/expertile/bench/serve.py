@@ -54,6 +54,8 @@ def parse_arm(text: str) -> Arm:
     """
     >>> parse_arm('stock-triton={"moe_backend": "triton"}').arguments
     {'moe_backend': 'triton'}
+    >>> parse_arm('ours-split={"specialise": true}').environment["EXPERTILE_BENCH_SPECIALISED"]
+    '1'
     >>> parse_arm('ours-noblock={"env": {"EXPERTILE_VLLM_OFF": "fp8_block"}}').environment["EXPERTILE_VLLM_OFF"]
     'fp8_block'
     """
@@ -66,6 +68,8 @@ def parse_arm(text: str) -> Arm:
     except json.JSONDecodeError as error:
         raise ExpertileError(f"arm {text!r}: its arguments are not JSON: {error}") from None
     environment = {"EXPERTILE_VLLM": "1" if kind == OURS else "0", **given.pop("env", {})}
+    if given.pop("specialise", False):
+        environment[serve_engine.SPECIALISED] = "1"
     return Arm(kind, variant or "", given, environment)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: In an arm's environment: our kernels are specialised on every argument there (bench/specialised.py).
+SPECIALISED = "EXPERTILE_BENCH_SPECIALISED"
 ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -46,6 +48,10 @@ def main(pipe, environment: Mapping[str, str], arguments: Mapping[str, Any], log
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
+        if environment.get(SPECIALISED) == "1":
+            from .specialised import specialise
+
+            specialise()
         engine = Engine(arguments)
         pipe.send(("done", engine.describe()))
         while (asked := pipe.recv()) is not None:
