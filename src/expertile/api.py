@@ -23,6 +23,7 @@ from .router import router as named_router
 from .runtime.backends import installed
 from .runtime.device import detect
 from .runtime.execute import run
+from .runtime.launches import Calls
 from .runtime.torch_router import route_torch
 from .runtime.workspace import Workspace
 from .weights import DTYPES, Weights
@@ -94,6 +95,8 @@ def moe(
     if not plan.backend.captures and x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedProblem(f"backend={plan.backend.value} reads counts on the host: not under CUDA-graph capture")
     out = _check_out(out, x)
+    if workspace is None and plan.backend is Backend.TRITON:
+        workspace = Workspace(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device), _calls())
     return run(
         plan, x, weights, ids, probs, out, expert_map=expert_map, scaling_factor=scaling_factor, workspace=workspace
     )
@@ -133,6 +136,12 @@ def plan(problem: Problem, hardware: Hardware | str | None = None, backend: str 
 def settings() -> Settings:
     """What EXPERTILE_POLICY asks for in this process (docs/policy.md), read when it is first needed."""
     return from_environment(os.environ, installed())
+
+
+@lru_cache(maxsize=1)
+def _calls() -> Calls:
+    """Launches of this process's calls that brought no workspace of their own."""
+    return Calls()
 
 
 def explain(what: Plan | Problem, hardware: Hardware | str | None = None) -> str:

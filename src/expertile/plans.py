@@ -6,6 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 from .hardware import H200
@@ -161,7 +162,7 @@ class Plan:
         hit = min(self.problem.experts, rows)
         return hit + max(rows - hit, 0) // block
 
-    @property
+    @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """Scratch memory of one call, in order. Nothing in it outlives the call; layers may share it."""
         if self.backend is not Backend.TRITON:
@@ -205,7 +206,7 @@ class Plan:
             found += [Buffer("h", (rows, p.inter), item)]
         return (*found, Buffer("y", (p.rows, p.hidden), item))
 
-    @property
+    @cached_property
     def workspace_bytes(self) -> int:
         return sum(-(-buffer.bytes // ALIGN) * ALIGN for buffer in self.buffers)
 

@@ -90,7 +90,10 @@ def test_a_workspace_starts_the_kernels_of_a_recorded_call(quant, tokens):
             out = torch.full_like(x, float("nan"))
             expertile.moe(x, weights, ids, probs, out=out, plan=each, workspace=workspace)
             assert len(workspace.calls) == 1
-            assert torch.equal(out, expertile.moe(x, weights, ids, probs, plan=each)), (each.name, seed)
+            fresh = expertile.Workspace(torch.empty(each.workspace_bytes, dtype=torch.uint8, device="cuda"), None)
+            want = expertile.moe(x, weights, ids, probs, plan=each, workspace=fresh)
+            assert torch.equal(out, want), (each.name, seed)
+            assert torch.equal(expertile.moe(x, weights, ids, probs, plan=each), want), (each.name, seed)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_tensor", "fp8_block"])
