@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -60,6 +62,23 @@ def test_a_descriptor_is_moved_without_touching_the_recorded_one():
         moved = kernel.log[-1][1][0]
         assert moved.base.data_ptr() == start + 2 * 8 * 4 and (moved.block_shape, moved.shape) == ([2, 8], [2, 8])
     assert view.base is not moved.base and view.base.data_ptr() == x[2:].data_ptr()
+
+
+def test_no_memory_of_the_recorded_call_is_held():
+    kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
+    alive = [weakref.ref(x), weakref.ref(y)]
+    views = record(kernel, x, y, view=Descriptor(x, [2, 8], [4, 8])), record(kernel, x, y)
+    found = [recorder.recorded("plan", (x, y), (span(x), span(y))) for recorder in views]
+    del x, y, views
+    gc.collect()
+    assert all(found) and [ref() for ref in alive] == [None, None]
+
+
+def test_a_kernel_whose_defaults_are_not_given_is_not_recorded():
+    kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
+    recorder = Recorder()
+    recorder(kernel, (3,), x, 7, y, num_warps=4)
+    assert recorder.recorded("plan", (x, y), (span(x), span(y))) is None
 
 
 def test_a_tensor_that_came_from_nowhere_is_not_recorded():

@@ -122,6 +122,8 @@ def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
     names = getattr(kernel, "arg_names", None)
     if names is None or not hasattr(compiled, "packed_metadata"):
         return None  # interpreted
+    if any(name not in others for name in names[len(given) :]):
+        return None  # the kernel has defaults, which only Triton binds
     arguments = [*given, *(others[name] for name in names[len(given) :])]
     places, views = [], []
     for position, argument in enumerate(arguments):
@@ -136,7 +138,7 @@ def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
         if tensor is argument:
             places.append((position, source, offset))
         else:
-            views.append((position, argument, source, offset))
+            views.append((position, _moved(argument, 0), source, offset))  # else its tensor would live as long as this
         arguments[position] = None
     grid = (*grid, 1, 1)[:3]
     return Launch(compiled[grid], arguments, places, views)
