@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from .api import moe
+from .api import moe, settings
 from .api import plan as planned
 from .errors import ShapeError
 from .hardware import Hardware
 from .plans import Backend
+from .policy import Settings
 from .problem import Problem
 from .runtime.device import detect
 from .runtime.workspace import Workspace
@@ -25,30 +27,38 @@ def turning_points(
     problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool = False, mapped: bool = False
 ) -> list[int]:
     """The smallest numbers of tokens in 1 ... max_tokens whose calls together ask for every variant of every kernel."""
-    return [tokens for tokens, _ in _new_variants(problem, hardware, max_tokens, split_scale, mapped)]
+    return [tokens for tokens, _ in _new_variants(problem, hardware, max_tokens, split_scale, mapped, settings())]
 
 
 def variants(
     problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool = False, mapped: bool = False
 ) -> list[Specialization]:
     """Every variant of every kernel that calls of 1 ... max_tokens tokens ask for, for `guard.warm`."""
-    found = _new_variants(problem, hardware, max_tokens, split_scale, mapped)
+    found = _new_variants(problem, hardware, max_tokens, split_scale, mapped, settings())
     return [spec for _, new in found for spec in new]
 
 
-def _new_variants(problem, hardware, max_tokens, split_scale, mapped) -> Iterator[tuple[int, list[Specialization]]]:
-    """(tokens, what a call with so many asks for and none with fewer does), where there is any."""
+@lru_cache(maxsize=16)
+def _new_variants(
+    problem: Problem, hardware: Hardware, max_tokens: int, split_scale: bool, mapped: bool, settings: Settings
+) -> tuple[tuple[int, tuple[Specialization, ...]], ...]:
+    """(tokens, what a call with so many asks for and none with fewer does), where there is any; under these settings.
+
+    Every number of tokens is planned: some seconds for thousands of them, so layers of one shape share the answer.
+    """
     from .runtime.triton_experts import specializations
 
     seen: set = set()
+    found = []
     for tokens in range(1, max_tokens + 1):
         plan = planned(problem.with_tokens(tokens), hardware)
         if plan.backend is Backend.TRITON:
             asked = {_variant(spec): spec for spec in specializations(plan, split_scale, mapped)}
-            new = [spec for key, spec in asked.items() if key not in seen]
+            new = tuple(spec for key, spec in asked.items() if key not in seen)
             if new:
                 seen |= set(asked)
-                yield tokens, new
+                found.append((tokens, new))
+    return tuple(found)
 
 
 def _variant(spec) -> tuple:

@@ -131,14 +131,23 @@ def nearest(
     """
     if problem.tokens == 0:
         return None
+    members, pool = _of_these_sizes(problem.with_tokens(1), device, routing, paths)
+    if members:
+        return _exact(problem, members, able)
+    return _first(sorted(pool, key=lambda e: distance(e, problem)), able, lambda e: _entry(e, False))
+
+
+@lru_cache(maxsize=256)
+def _of_these_sizes(problem: Problem, device: str, routing: str, paths: tuple[str, ...]) -> tuple[list, list]:
+    """(entries of this layer with the routing that comes first, else nothing; grouped ones of all like it). Its tokens
+    do not matter: a server asks for every number of them."""
     found = tables(device, paths)
     for wanted in dict.fromkeys((routing, UNIFORM)):
         for one in found:
             members = [e for e in one["entries"] if e.get("routing", UNIFORM) == wanted and same(e, problem)]
             if members:
-                return _exact(problem, members, able)
-    pool = [e for one in found for e in one["entries"] if alike(e, problem) and _grouped(e)]
-    return _first(sorted(pool, key=lambda e: distance(e, problem)), able, lambda e: _entry(e, False))
+                return members, []
+    return [], [e for one in found for e in one["entries"] if alike(e, problem) and _grouped(e)]
 
 
 def _first(members: list[dict], able: Able, make: Callable[[dict], Entry]) -> Entry | None:
