@@ -131,17 +131,26 @@ def nearest(
     """
     if problem.tokens == 0:
         return None
-    members, pool = _of_these_sizes(problem.with_tokens(1), device, routing, paths)
+    members, pool = _of_these_sizes(problem.with_tokens(1), routing, _Tables(tables(device, paths)))
     if members:
         return _exact(problem, members, able)
     return _first(sorted(pool, key=lambda e: distance(e, problem)), able, lambda e: _entry(e, False))
 
 
+class _Tables(tuple):
+    """Tables that are the same when they are the same objects: what they hold is not compared."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other) -> bool:
+        return len(self) == len(other) and all(mine is its for mine, its in zip(self, other, strict=True))
+
+
 @lru_cache(maxsize=256)
-def _of_these_sizes(problem: Problem, device: str, routing: str, paths: tuple[str, ...]) -> tuple[list, list]:
+def _of_these_sizes(problem: Problem, routing: str, found: _Tables) -> tuple[list, list]:
     """(entries of this layer with the routing that comes first, else nothing; grouped ones of all like it). Its tokens
     do not matter: a server asks for every number of them."""
-    found = tables(device, paths)
     for wanted in dict.fromkeys((routing, UNIFORM)):
         for one in found:
             members = [e for e in one["entries"] if e.get("routing", UNIFORM) == wanted and same(e, problem)]
