@@ -212,6 +212,7 @@ def cold(
     from .bench import cold as room
     from .bench import rows
 
+    _problems([problem])
     console, setting, good = Console(highlight=False), setting_of(device, commit), True
     path, measured = out or rows.default_path(setting.shared, room.COLD), []
     where = setting.device.type

@@ -69,6 +69,8 @@ def parse_arm(text: str) -> Arm:
         raise ExpertileError(f"arm {text!r}: its arguments are not JSON: {error}") from None
     environment = {"EXPERTILE_VLLM": "1" if kind == OURS else "0", **given.pop("env", {})}
     if given.pop("specialise", False):
+        if kind != OURS:
+            raise ExpertileError(f"arm {text!r}: specialise is about our kernels, which {kind} has none of")
         environment[serve_engine.SPECIALISED] = "1"
     return Arm(kind, variant or "", given, environment)
 
