@@ -96,7 +96,7 @@ def moe(
         raise UnsupportedProblem(f"backend={plan.backend.value} reads counts on the host: not under CUDA-graph capture")
     out = _check_out(out, x)
     if workspace is None and plan.backend is Backend.TRITON:
-        workspace = Workspace(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device), _calls())
+        workspace = Workspace.for_plan(plan, x.device, calls=_calls())
     return run(
         plan, x, weights, ids, probs, out, expert_map=expert_map, scaling_factor=scaling_factor, workspace=workspace
     )

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .api import moe, settings
-from .api import plan as planned
 from .errors import ShapeError
 from .hardware import Hardware
 from .plans import Backend
-from .policy import Settings
+from .policy import Settings, decide
 from .problem import Problem
 from .runtime.device import detect
 from .runtime.workspace import Workspace
@@ -51,7 +50,7 @@ def _new_variants(
     seen: set = set()
     found = []
     for tokens in range(1, max_tokens + 1):
-        plan = planned(problem.with_tokens(tokens), hardware)
+        plan = decide(problem.with_tokens(tokens), hardware, None, settings)
         if plan.backend is Backend.TRITON:
             asked = {_variant(spec): spec for spec in specializations(plan, split_scale, mapped)}
             new = tuple(spec for key, spec in asked.items() if key not in seen)

@@ -40,6 +40,12 @@ class Descriptor:
     shape: list
 
 
+def recorded(recorder, *sources):
+    """What the recorder makes of a call with these sources."""
+    addresses = [None if source is None else source.data_ptr() for source in sources]
+    return recorder.recorded("plan", addresses, [span(source) for source in sources])
+
+
 def record(kernel, x, y, *, view=None):
     recorder = Recorder()
     recorder(kernel, (3,), view or x[1:], 7, y, SIZE=16, num_warps=4)
@@ -48,7 +54,7 @@ def record(kernel, x, y, *, view=None):
 
 def test_addresses_move_and_the_rest_stays():
     kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
-    found = record(kernel, x, y).recorded("plan", (x, None, y), (span(x), 0, span(y)))
+    found = recorded(record(kernel, x, y), x, None, y)
     found([1000, None, 2000])
     assert kernel.log == [((3, 1, 1), (1000 + 8 * 4, 7, 2000, 16))]
 
@@ -56,7 +62,7 @@ def test_addresses_move_and_the_rest_stays():
 def test_a_descriptor_is_moved_without_touching_the_recorded_one():
     kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
     view = Descriptor(x[2:], [2, 8], [2, 8])
-    found = record(kernel, x, y, view=view).recorded("plan", (x, y), (span(x), span(y)))
+    found = recorded(record(kernel, x, y, view=view), x, y)
     for start in (4096, 8192):
         found([start, 0])
         moved = kernel.log[-1][1][0]
@@ -68,7 +74,7 @@ def test_no_memory_of_the_recorded_call_is_held():
     kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
     alive = [weakref.ref(x), weakref.ref(y)]
     views = record(kernel, x, y, view=Descriptor(x, [2, 8], [4, 8])), record(kernel, x, y)
-    found = [recorder.recorded("plan", (x, y), (span(x), span(y))) for recorder in views]
+    found = [recorded(recorder, x, y) for recorder in views]
     del x, y, views
     gc.collect()
     assert all(found) and [ref() for ref in alive] == [None, None]
@@ -78,19 +84,19 @@ def test_a_kernel_whose_defaults_are_not_given_is_not_recorded():
     kernel, x, y = Kernel(), torch.zeros(4, 8), torch.zeros(5)
     recorder = Recorder()
     recorder(kernel, (3,), x, 7, y, num_warps=4)
-    assert recorder.recorded("plan", (x, y), (span(x), span(y))) is None
+    assert recorded(recorder, x, y) is None
 
 
 def test_a_tensor_that_came_from_nowhere_is_not_recorded():
     x, y = torch.zeros(4, 8), torch.zeros(5)
-    assert record(Kernel(), x.clone(), y).recorded("plan", (x, y), (span(x), span(y))) is None
+    assert recorded(record(Kernel(), x.clone(), y), x, y) is None
 
 
 @pytest.mark.parametrize("overlap", ["same", "part"])
 def test_sources_that_share_memory_are_not_recorded(overlap):
     x = torch.zeros(4, 8)
     y = x if overlap == "same" else x[3]
-    assert record(Kernel(), x, y).recorded("plan", (x, y), (span(x), span(y))) is None
+    assert recorded(record(Kernel(), x, y), x, y) is None
 
 
 def test_what_is_interpreted_is_not_recorded():
@@ -99,7 +105,7 @@ def test_what_is_interpreted_is_not_recorded():
             return lambda *arguments, **others: None
 
     x, y = torch.zeros(4, 8), torch.zeros(5)
-    assert record(Interpreted(), x, y).recorded("plan", (x, y), (span(x), span(y))) is None
+    assert recorded(record(Interpreted(), x, y), x, y) is None
 
 
 def test_the_span_of_a_strided_tensor_ends_with_its_last_element():

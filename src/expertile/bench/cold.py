@@ -85,13 +85,18 @@ def _child(ask: Mapping, cache: Path) -> tuple[dict, str]:
 
 def table(found: Sequence[Mapping]) -> Table:
     made = Table(title="first calls, nothing compiled", title_justify="left")
-    for heading in ("what", "impl"):
+    for heading in ("problem", "what", "impl"):
         made.add_column(heading)
     for heading in ("first, ms", "again, ms", "compiles"):
         made.add_column(heading, justify="right")
     for row in found:
         made.add_row(
-            row["what"], row["impl"], f"{row['first_ms']:.0f}", f"{row['steady_ms']:.0f}", str(row["compiles"])
+            row["problem"],
+            row["what"],
+            row["impl"],
+            f"{row['first_ms']:.0f}",
+            f"{row['steady_ms']:.0f}",
+            str(row["compiles"]),
         )
     return made
 

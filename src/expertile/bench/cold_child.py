@@ -6,14 +6,17 @@ import json
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from .. import guard
 from ..api import moe
+from ..guard import cache
 from ..problem import named_problem
 from ..runtime.device import detect
+from ..runtime.measure import pass_ms
 from ..runtime.workspace import Workspace
 from ..warming import variants, warm
 from .cold import PACKED, SPECIALISED, WARM, stream
@@ -28,7 +31,7 @@ def main(ask: dict) -> dict:
     if ask["impl"] == SPECIALISED:
         specialise()
     if ask["impl"] == PACKED:
-        guard_cache().unpack(ask["archive"])
+        cache.unpack(ask["archive"])
     weights = make_weights(problem, device, 0)
     call = make_calls(problem, "uniform", Inputs(problem, (weights,)), 1, 0)[0]
     workspace = Workspace.for_tokens(problem, device)
@@ -38,20 +41,18 @@ def main(ask: dict) -> dict:
         again, _ = _warmed(weights, problem, hardware, workspace)
         found["start"] = dict(first_ms=first, steady_ms=again, compiles=compiles)
         if ask["impl"] == WARM and device.type == "cuda":
-            guard_cache().pack(Path(ask["archive"]))
-    counts = stream(ask["most"])
+            cache.pack(Path(ask["archive"]))
+
+    def work(tokens: int):
+        return moe(call.x[:tokens], weights, call.ids[:tokens], call.probs[:tokens], workspace=workspace)
+
+    calls = [partial(work, tokens) for tokens in stream(ask["most"])]
     with guard.seal("count") if device.type == "cuda" else nullcontext() as sealed:
-        first = _pass_ms(call, weights, counts, workspace, device)
+        first = pass_ms(calls)
         compiles = sealed.compiles if sealed else 0
-        steady = _pass_ms(call, weights, counts, workspace, device)
+        steady = pass_ms(calls)
     found["stream"] = dict(first_ms=first, steady_ms=steady, compiles=compiles)
     return found
-
-
-def guard_cache():
-    from ..guard import cache
-
-    return cache
 
 
 def _warmed(weights, problem, hardware, workspace) -> tuple[float, int]:
@@ -61,21 +62,9 @@ def _warmed(weights, problem, hardware, workspace) -> tuple[float, int]:
         asked = variants(problem, hardware, problem.tokens, weights.split_scale)
         compiled = guard.warm(asked, progress=False).compiled
     warm(weights, problem.top_k, problem.tokens, hardware=hardware, workspace=workspace)
-    _wait(weights.device)
+    if weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)
     return (time.perf_counter() - start) * 1e3, compiled
-
-
-def _pass_ms(call, weights, counts, workspace, device) -> float:
-    start = time.perf_counter()
-    for tokens in counts:
-        moe(call.x[:tokens], weights, call.ids[:tokens], call.probs[:tokens], workspace=workspace)
-        _wait(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def _wait(device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,13 +21,15 @@ from rich.table import Table
 
 from ..errors import ExpertileError
 from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM, inverse_rope
-from ..runtime.measure import capture, interleave
+from ..runtime.measure import capture, interleave, pass_ms
 from . import check, rows
+from .cold import COLD
+from .cold import table as cold_table
 from .inv_rope_contenders import COPY, OURS, Call, Contender, bytes_moved
 from .runner import Outcome, Request, Setting, State, attempt
 from .table import is_ours
 
-BENCH, COLD, QUANT = "quant", "cold", "fp8_block"
+BENCH, QUANT = "quant", "fp8_block"
 MAX_POS, MOST_SETS = 16_384, 64
 #: name -> (heads, groups) on one GPU.
 SHAPES = {"deepseek-v4-flash": (64, 8), "deepseek-v4-flash-tp8": (8, 1)}
@@ -133,21 +134,13 @@ def cold(
                 yield Outcome(contender.name, State.ABSENT, message=message)
                 continue
             with nothing_compiled(contender.kernel()) as compiled:
-                first, steady = (_pass_ms(ready, calls) for _ in range(2))
+                first, steady = (pass_ms([partial(ready, call) for call in calls]) for _ in range(2))
             row = rows.make(
                 COLD, setting.shared, impl=contender.name, problem=problem, quant=QUANT,
                 what=f"inverse rope, T={min(stream)}-{max(stream)}, {len(stream)} counts",
                 first_ms=round(first, 3), steady_ms=round(steady, 3), compiles=len(compiled),
             )  # fmt: skip
             yield Outcome(contender.name, State.MEASURED, problem, QUANT, tokens=max(stream), row=row)
-
-
-def _pass_ms(ready, calls: Sequence[Call]) -> float:
-    start = time.perf_counter()
-    for call in calls:
-        ready(call)
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
 
 
 @contextmanager
@@ -190,7 +183,7 @@ def tables(found: Sequence[Mapping]) -> list[Table]:
     timed = [row for row in found if row["bench"] == BENCH]
     made = [_table(name, [row for row in timed if row["problem"] == name]) for name in _names(timed, "problem")]
     colds = [row for row in found if row["bench"] == COLD]
-    return made + ([_cold_table(colds)] if colds else [])
+    return made + ([cold_table(colds)] if colds else [])
 
 
 def _table(problem: str, found: Sequence[Mapping]) -> Table:
@@ -206,15 +199,6 @@ def _table(problem: str, found: Sequence[Mapping]) -> Table:
         peer = min((us for name, us in line.items() if name != COPY and not is_ours(name)), default=None)
         ratios = [_ratio(us, line.get(OURS)) for us in (peer, line.get(COPY))]
         made.add_row(str(tokens), *(f"{line[name]:.2f}" if name in line else "-" for name in names), *ratios)
-    return made
-
-
-def _cold_table(found: Sequence[Mapping]) -> Table:
-    made = Table(title="nothing compiled yet, ms for the whole stream", title_justify="left")
-    for name in ("problem", "what", "impl", "first_ms", "steady_ms", "compiles"):
-        made.add_column(name)
-    for row in found:
-        made.add_row(*(str(row[column.header]) for column in made.columns))
     return made
 
 

@@ -21,6 +21,7 @@ from ..kernels import inv_rope_quant
 from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM
 from . import rows
 from .peers.vllm import missing, vllm_session
+from .specialised import specialised
 
 OURS, UNALIGNED, SPECIALISED, WIDE = "expertile", "expertile:unaligned", "expertile:specialised", "expertile:4-warps"
 VLLM, COPY = "vllm-triton", "torch-copy"
@@ -101,9 +102,7 @@ def _launching(**options):
 
 @cache
 def _specialised():
-    import triton
-
-    return triton.jit(inv_rope_quant._inv_rope_quant_kernel.fn)
+    return specialised(inv_rope_quant._inv_rope_quant_kernel)
 
 
 def _load_vllm():

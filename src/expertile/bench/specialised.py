@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 
-def specialise() -> None:
-    """From now on this process launches our kernels as @triton.jit and @gluon.jit make them when nothing is said."""
+def specialised(kernel):
+    """The kernel as @triton.jit or @gluon.jit makes it when nothing is said: every argument is specialised."""
     import triton
     from triton.experimental import gluon
 
+    return (gluon.jit if "Gluon" in type(kernel).__name__ else triton.jit)(kernel.fn)
+
+
+def specialise() -> None:
+    """From now on this process launches our layers' kernels specialised."""
     from ..kernels import (
         combine,
         decode_experts,
@@ -22,5 +27,4 @@ def specialise() -> None:
     for module in (combine, decode_experts, grouped_gemm, hopper_gemm, quantize, routing, stream, swapped_gemm):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel") and hasattr(kernel, "arg_names"):
-                again = gluon.jit if "Gluon" in type(kernel).__name__ else triton.jit
-                setattr(module, name, again(kernel.fn))
+                setattr(module, name, specialised(kernel))

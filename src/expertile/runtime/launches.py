@@ -62,10 +62,9 @@ class Recorder:
     def __call__(self, kernel, grid: tuple, *arguments, **others) -> None:
         self.started.append((kernel, kernel[grid](*arguments, **others), grid, arguments, others))
 
-    def recorded(self, plan, sources: Sequence[torch.Tensor | None], spans: Sequence[int]) -> Recorded | None:
-        """What was started, as a function of the sources' addresses; None if it reads or writes anything else."""
-        starts = [0 if t is None else t.data_ptr() for t in sources]
-        ranges = [(start, start + span) for start, span in zip(starts, spans, strict=True)]
+    def recorded(self, plan, addresses: Sequence[int | None], spans: Sequence[int]) -> Recorded | None:
+        """What was started, as a function of its sources' addresses; None if it reads or writes anything else."""
+        ranges = [(start or 0, (start or 0) + span) for start, span in zip(addresses, spans, strict=True)]
         taken = sorted(each for each in ranges if each[0] < each[1])
         if any(before[1] > after[0] for before, after in pairwise(taken)):
             return None  # two sources share memory: whose address an argument is cannot be told

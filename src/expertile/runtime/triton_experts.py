@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from ..kernels import combine, decode_experts, grouped_gemm, hopper_gemm, quantize, stream, swapped_gemm
 from ..kernels import routing as row_routing
 from ..kernels.tiles import Product, Specialization, launch
@@ -48,7 +46,7 @@ def triton_experts(
 
     A workspace that keeps calls starts the kernels of a call like an earlier one directly.
     """
-    workspace = workspace or Workspace(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=x.device), None)
+    workspace = workspace or Workspace.for_plan(plan, x.device, calls=None)
     if workspace.calls is None:
         return _experts(plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace, launch)
     w, memory = weights, workspace.memory
@@ -67,7 +65,7 @@ def triton_experts(
     recorder = Recorder()
     _experts(plan, x, w, ids, probs, out, expert_map, scaling_factor, workspace, recorder)
     spans = [plan.workspace_bytes if t is memory else span(t) for t in sources]
-    recorded = recorder.recorded(plan, sources, spans)
+    recorded = recorder.recorded(plan, addresses, spans)
     if recorded is not None:
         workspace.calls.keep(key, recorded)
     return out

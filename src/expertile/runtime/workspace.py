@@ -29,8 +29,8 @@ class Workspace:
     calls: Calls | None = field(default_factory=Calls)
 
     @classmethod
-    def for_plan(cls, plan: Plan, device) -> Workspace:
-        return cls(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device))
+    def for_plan(cls, plan: Plan, device, **calls: Calls | None) -> Workspace:
+        return cls(torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device), **calls)
 
     @classmethod
     def for_tokens(cls, problem: Problem, device) -> Workspace:

@@ -31,7 +31,7 @@ class Planner:
     def plan(self, tokens: int) -> Plan:
         if tokens not in self._plans:
             ours = replace(settings(), others=False)  # vLLM has its own way to the other libraries
-            self._plans[tokens] = decide(self.problem.with_tokens(tokens), self.hardware, settings=ours)
+            self._plans[tokens] = decide(self.problem.with_tokens(tokens), self.hardware, None, ours)
         return self._plans[tokens]
 
     def bytes(self, tokens: int) -> int:
