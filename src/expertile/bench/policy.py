@@ -146,6 +146,7 @@ def _outcome(cell: Cell, setting: Setting, impl: str, chosen: str, times: Mappin
         BENCH, setting.shared, impl=impl, problem=cell.problem, quant=cell.quant, tokens=cell.tokens,
         routing=cell.routing, chosen=chosen, chosen_us=round(times[chosen], 3), best=best,
         best_us=round(times[best], 3), regret=round(times[chosen] / times[best] - 1, 5),
+        times_us={name: round(us, 3) for name, us in sorted(times.items(), key=lambda each: each[1])},
     )  # fmt: skip
     return Outcome(impl, State.MEASURED, cell.problem, cell.quant, cell.routing, cell.tokens, row=row)
 

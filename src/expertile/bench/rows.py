@@ -16,6 +16,7 @@ from pathlib import Path
 from ..errors import ExpertileError
 
 TEXT, MAYBE_EMPTY, COUNT, POSITIVE, NUMBER = "text", "text, may be empty", "integer >= 0", "number > 0", "number >= 0"
+TIMES = "name -> number > 0"
 
 ALWAYS = {
     **dict.fromkeys(("date", "commit", "gpu", "driver", "torch", "triton", "bench", "impl", "problem", "quant"), TEXT)
@@ -66,7 +67,7 @@ BENCHES = {
     },
 }
 #: What a row may have beside them: the spread of its replays, the router of a layer, the bounds of a
-#: load and how many requests a second were within them.
+#: load and how many requests a second were within them, the time of every candidate of a choice.
 OPTIONAL = {
     "p10_us": POSITIVE,
     "p90_us": POSITIVE,
@@ -74,6 +75,7 @@ OPTIONAL = {
     "tpot_ms_p99": NUMBER,
     "slo": TEXT,
     "goodput_per_s": NUMBER,
+    "times_us": TIMES,
 }
 
 
@@ -172,6 +174,8 @@ def default_path(shared: Mapping[str, str], what: str) -> Path:
 
 
 def _is(kind: str, value) -> bool:
+    if kind == TIMES:
+        return isinstance(value, dict) and bool(value) and all(_is(POSITIVE, each) for each in value.values())
     if kind in (TEXT, MAYBE_EMPTY):
         return isinstance(value, str) and bool(value or kind == MAYBE_EMPTY)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -23,7 +23,7 @@ from ..errors import ShapeError
 from ..plans import GemmConfig
 from ..problem import BLOCK, Quant
 from ..routing import Routing
-from .hopper_roles import gather_rows, load_weights, multiply
+from .hopper_roles import SLOTS, gather_rows, load_weights, multiply
 from .tiles import (
     Product,
     Specialization,
@@ -94,10 +94,10 @@ def _hopper_gemm_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=2 if GATHER else 1)
         mbarrier.init(empty.index(s), count=2)
-    steps = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(2):
+    steps = gl.allocate_shared_memory(gl.int32, [4 * SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SLOTS):
         mbarrier.init(told.index(n), count=1)
         mbarrier.init(heard.index(n), count=3 if GATHER else 2)
     W_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * item.primitive_bitwidth // 8
@@ -106,20 +106,18 @@ def _hopper_gemm_kernel(
     if GATHER:
         gl.warp_specialize([
             (multiply, (
-                0, y_ptr, gather_ptr, tiles_ptr, count_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
-                probs_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE,
-                GATED, INTERLEAVED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, N_BLOCKS,
-                BLOCK_K, STAGES, GROUP_M,
+                0, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr, w_bufs, a_bufs,
+                ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE, GATED, INTERLEAVED, ALPHA,
+                BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, BLOCK_K, STAGES,
             )),
             (multiply, (
-                1, y_ptr, gather_ptr, tiles_ptr, count_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
-                probs_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE,
-                GATED, INTERLEAVED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, N_BLOCKS,
-                BLOCK_K, STAGES, GROUP_M,
+                1, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr, w_bufs, a_bufs,
+                ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE, GATED, INTERLEAVED, ALPHA,
+                BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, BLOCK_K, STAGES,
             )),
             (gather_rows, (
-                x_ptr, stride_xm, gather_ptr, tiles_ptr, count_ptr, a_bufs, ready, empty, steps, told, heard, K,
-                N_BLOCKS, TOP_K, BLOCK_K, STAGES, GATHER_WARPS, GROUP_M,
+                x_ptr, stride_xm, gather_ptr, a_bufs, ready, empty, steps, told, heard, K, TOP_K, BLOCK_K, STAGES,
+                GATHER_WARPS,
             )),
             (load_weights, (
                 w_desc, a_desc, tiles_ptr, count_ptr, next_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N,
@@ -129,16 +127,14 @@ def _hopper_gemm_kernel(
     else:
         gl.warp_specialize([
             (multiply, (
-                0, y_ptr, gather_ptr, tiles_ptr, count_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
-                probs_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE,
-                GATED, INTERLEAVED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, N_BLOCKS,
-                BLOCK_K, STAGES, GROUP_M,
+                0, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr, w_bufs, a_bufs,
+                ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE, GATED, INTERLEAVED, ALPHA,
+                BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, BLOCK_K, STAGES,
             )),
             (multiply, (
-                1, y_ptr, gather_ptr, tiles_ptr, count_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
-                probs_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE,
-                GATED, INTERLEAVED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, N_BLOCKS,
-                BLOCK_K, STAGES, GROUP_M,
+                1, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr, w_bufs, a_bufs,
+                ready, empty, steps, told, heard, N, K, TOP_K, GATHER, SCATTER, GATE, GATED, INTERLEAVED, ALPHA,
+                BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE, OUT_QUANT, BLOCK_K, STAGES,
             )),
             (load_weights, (
                 w_desc, a_desc, tiles_ptr, count_ptr, next_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard, N,
@@ -153,7 +149,7 @@ REGISTERS = 168  # a thread, before the roles trade theirs: 12 warps have 65536 
 #: (gathering, fp8_block) -> registers of the second multiplying warpgroup, and of the loading warps; the first
 #: multiplying one has what is left of three times 168. ptxas spills at other splits: tests/compile asks it.
 ROLE_REGISTERS = {
-    (True, False): (232, 40),
+    (True, False): (224, 48),
     (True, True): (216, 72),
     (False, False): (232, 40),
     (False, True): (224, 64),

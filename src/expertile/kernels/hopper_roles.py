@@ -2,7 +2,8 @@
 
     w_bufs, a_bufs   [STAGES, ...] shared: 256 rows of w and 128 rows of x, 128 bytes of each
     ready, empty     a stage's mbarriers: all its bytes have landed; both warpgroups have read it
-    steps            [2] shared: the tile to come, and the one after it; told, heard are their mbarriers
+    steps            [SLOTS * 4] shared: of this tile and of those to come (block of weight rows or -1 for the end,
+                     expert, first row, end of the expert's rows); told, heard are their mbarriers
 
 Every role walks over the same tiles in the same order and counts stages with `it`: its phase of a barrier is
 (it // STAGES) & 1.
@@ -22,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_versions import cp_async, cp_async_commit, cp_async_wait, tma_load
 from .tiles import gate_value, gated_value
+
+SLOTS = gl.constexpr(4)  # tiles told ahead: with a short K several fit the ring
 
 
 @gluon.jit
@@ -49,18 +52,19 @@ def load_weights(
     EXPERT_ROWS: gl.constexpr = N * HALVES
     tiles = gl.load(count_ptr)
     total = tiles * N_BLOCKS
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     it = 0
     n = 0
     t = gl.program_id(0)
     while t < total:
-        _tell(steps, told, heard, n, t, WARP)
-        n += 1
         t_next = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
         tile, block = _tile_of(t, tiles, N_BLOCKS, GROUP_M)
-        row = gl.load(tiles_ptr + tile * 4) * EXPERT_ROWS + block * ROWS
+        e = gl.load(tiles_ptr + tile * 4)
         first = gl.load(tiles_ptr + tile * 4 + 1)
-        full = gl.load(tiles_ptr + tile * 4 + 2) - first > 64
+        last = gl.load(tiles_ptr + tile * 4 + 2)
+        _tell(steps, told, heard, n, block, e, first, last)
+        n += 1
+        row = e * EXPERT_ROWS + block * ROWS
+        full = last - first > 64
         end = K
         if (
             not GATHER
@@ -84,30 +88,39 @@ def load_weights(
                     tma_load(a_desc, [first + 64, k], ready.index(s), a_bufs.index(s).slice(64, 64, dim=0))
             it += 1
         t = t_next
-    _tell(steps, told, heard, n, total, WARP)
+    _tell(steps, told, heard, n, -1, 0, 0, 0)
 
 
 @gluon.jit
-def _tell(steps, told, heard, n, t, LAYOUT: gl.constexpr):
-    mbarrier.wait(heard.index(n % 2), ((n // 2) & 1) ^ 1)
-    steps.index(n % 2).store(gl.full([1], 0, gl.int32, layout=LAYOUT) + t)
-    mbarrier.arrive(told.index(n % 2), count=1)
+def _tell(steps, told, heard, n, block, e, first, end):
+    """Puts the n-th tile of this block where the other warps find it, as soon as a slot is free."""
+    slot = n % SLOTS
+    mbarrier.wait(heard.index(slot), ((n // SLOTS) & 1) ^ 1)
+    zero = gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    steps.index(slot * 4).store(zero + block)
+    steps.index(slot * 4 + 1).store(zero + e)
+    steps.index(slot * 4 + 2).store(zero + first)
+    steps.index(slot * 4 + 3).store(zero + end)
+    mbarrier.arrive(told.index(slot), count=1)
 
 
 @gluon.jit
-def _hear(steps, told, heard, n, WARPS: gl.constexpr):
-    """The n-th tile of this block."""
-    mbarrier.wait(told.index(n % 2), (n // 2) & 1)
-    t = gl.max(steps.index(n % 2).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    mbarrier.arrive(heard.index(n % 2), count=1)
-    return t
+def _hear(steps, told, n, WARPS: gl.constexpr):
+    """The n-th tile's block of weight rows, -1 when there is none."""
+    mbarrier.wait(told.index(n % SLOTS), (n // SLOTS) & 1)
+    return _told(steps, n, 0, WARPS)
+
+
+@gluon.jit
+def _told(steps, n, field: gl.constexpr, WARPS: gl.constexpr):
+    """Expert (1), first row (2), end of the rows (3) of the n-th tile: until this role arrives at `heard`."""
+    return gl.max(steps.index(n % SLOTS * 4 + field).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
 def gather_rows(
-    x_ptr, stride_xm, gather_ptr, tiles_ptr, count_ptr, a_bufs, ready, empty, steps, told, heard,
-    K: gl.constexpr, N_BLOCKS: gl.constexpr, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, GROUP_M: gl.constexpr,
+    x_ptr, stride_xm, gather_ptr, a_bufs, ready, empty, steps, told, heard,
+    K: gl.constexpr, TOP_K: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The cp.async warps: rows of x by token, 16 bytes a copy. Rows past the expert's end repeat its last.
 
@@ -119,14 +132,13 @@ def gather_rows(
     LAG: gl.constexpr = STAGES // 2
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-    tiles = gl.load(count_ptr)
     it = 0
     n = 0
-    t = _hear(steps, told, heard, n, WARPS)
-    while t < tiles * N_BLOCKS:
-        tile, _ = _tile_of(t, tiles, N_BLOCKS, GROUP_M)
-        first = gl.load(tiles_ptr + tile * 4 + 1)
-        end = gl.load(tiles_ptr + tile * 4 + 2)
+    block = _hear(steps, told, n, WARPS)
+    while block >= 0:
+        first = _told(steps, n, 2, WARPS)
+        end = _told(steps, n, 3, WARPS)
+        mbarrier.arrive(heard.index(n % SLOTS), count=1)
         upper = gl.load(gather_ptr + gl.minimum(first + r, end - 1)) // TOP_K * (stride_xm // EACH)
         lower = gl.load(gather_ptr + gl.minimum(first + 64 + r, end - 1)) // TOP_K * (stride_xm // EACH)
         for k in range(0, K, BLOCK_K):
@@ -143,7 +155,7 @@ def gather_rows(
                 _hand_over(ready, it - LAG, LAG, STAGES)
             it += 1
         n += 1
-        t = _hear(steps, told, heard, n, WARPS)
+        block = _hear(steps, told, n, WARPS)
     for late in gl.static_range(LAG):
         if it >= LAG - late:
             _hand_over(ready, it - LAG + late, LAG - 1 - late, STAGES)
@@ -177,22 +189,37 @@ def _in_order(value, INTERLEAVED: gl.constexpr, STORE: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(
-    value, n, row0, e, x_row, slot, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr,
-    N: gl.constexpr, W_ROWS: gl.constexpr, STEP: gl.constexpr, QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr,
+def _rows_of(
+    half: gl.constexpr, e, first, end, gather_ptr, x_scale_ptr, w_scale_ptr, probs_ptr,
+    TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr,
+    STORE: gl.constexpr,
 ):  # fmt: skip
-    """value [64, 128] times the scales that do not vary along K and the router's weight on the input, plus the bias."""
-    first = e * W_ROWS + row0
+    """(rows of y, factors) of 64 rows: scales that do not vary along K or the columns, and the router's weight on the
+    input; no factors where there are none."""
+    row = gl.minimum(first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)), end - 1)
+    slot = row
+    if GATHER or SCATTER or (probs_ptr is not None):
+        slot = gl.load(gather_ptr + row)
+    factor = gl.full([64], 1.0, gl.float32, layout=gl.SliceLayout(1, STORE))
+    if STATIC_SCALE:
+        factor *= gl.load(x_scale_ptr)
+    elif QUANT == "fp8_tensor" or QUANT == "fp8_channel":
+        factor *= gl.load(x_scale_ptr + (slot // TOP_K if GATHER else row))
     if QUANT == "fp8_tensor":
-        value *= gl.load(w_scale_ptr + e)
+        factor *= gl.load(w_scale_ptr + e)
+    if probs_ptr is not None:
+        factor *= gl.load(probs_ptr + slot).to(gl.float32)
+    return slot if SCATTER else row, factor
+
+
+@gluon.jit
+def _scaled(
+    value, factor, n, first, w_scale_ptr, bias_ptr, N: gl.constexpr, STEP: gl.constexpr, QUANT: gl.constexpr
+):  # fmt: skip
+    """value [64, 128] times the factors of its rows and the scales of its weight rows, plus the bias."""
     if QUANT == "fp8_channel":
         value *= gl.load(w_scale_ptr + first + n * STEP, mask=n < N, other=0.0)[None, :]
-    if STATIC_SCALE:
-        value *= gl.load(x_scale_ptr)
-    elif QUANT == "fp8_tensor" or QUANT == "fp8_channel":
-        value *= gl.load(x_scale_ptr + x_row)[:, None]
-    if probs_ptr is not None:
-        value *= gl.load(probs_ptr + slot).to(gl.float32)[:, None]
+    value *= factor[:, None]
     if bias_ptr is not None:
         value += gl.load(bias_ptr + first + n * STEP, mask=n < N, other=0.0).to(gl.float32)[None, :]
     return value
@@ -216,9 +243,10 @@ def _write(y, n, y_row, keep, group, y_ptr, y_scale_ptr, N: gl.constexpr, OUT_QU
 
 
 @gluon.jit
-def _sum(half: gl.constexpr, w_bufs, a_bufs, ready, empty, it, K: gl.constexpr, INTERLEAVED: gl.constexpr,
-         BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """(left, right, it): 64 rows of x times the 256 weight rows of a tile, one product always in flight."""
+def _sum(
+    half: gl.constexpr, w_bufs, a_bufs, ready, empty, it, K: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """(sum [64, 256], it): 64 rows of x times the 256 weight rows of a tile; the last product is still in flight."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 256 // a_bufs.dtype.primitive_bitwidth])
     acc = warpgroup_mma_init(gl.zeros((64, 256), gl.float32, layout=MMA))
     for k in range(0, K, BLOCK_K):
@@ -230,10 +258,7 @@ def _sum(half: gl.constexpr, w_bufs, a_bufs, ready, empty, it, K: gl.constexpr, 
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
         it += 1
-    done = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    left, right = _halves(done, INTERLEAVED)
-    return left, right, it
+    return acc, it
 
 
 @gluon.jit
@@ -285,42 +310,22 @@ def _sum_of_blocks(
 
 @gluon.jit
 def _finish(
-    left, right, half: gl.constexpr, tile, block, e, first, end, tiles_ptr, y_ptr, gather_ptr, x_scale_ptr,
-    w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr,
-    N: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr, GATE: gl.constexpr,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr,
-    QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr, OUT_QUANT: gl.constexpr,
+    left, right, factor, y_row, keep, block, e, y_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
+    N: gl.constexpr, GATE: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
+    BETA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr, OUT_QUANT: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """Scales, bias, activation and store of 64 rows; no shared memory, no other warpgroup waited for."""
-    STORE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [64, 128],
-    )  # fmt: skip
     Y_BLOCK: gl.constexpr = 128 if GATED else 256
     W_ROWS: gl.constexpr = 2 * N if GATED else N
     STEP: gl.constexpr = 2 if INTERLEAVED else 1
-    if GATHER:  # read again: registers are scarce while the sums run
-        e = gl.load(tiles_ptr + tile * 4)
-        first = gl.load(tiles_ptr + tile * 4 + 1)
-        end = gl.load(tiles_ptr + tile * 4 + 2)
-    e = e.to(gl.int64)
-    row = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
-    keep = row < end
-    m = gl.minimum(row, end - 1)
-    slot = m
-    if GATHER or SCATTER or (probs_ptr is not None):
-        slot = gl.load(gather_ptr + m)
-    x_row = slot // TOP_K if GATHER else m
-    y_row = slot if SCATTER else m
+    w_row = e.to(gl.int64) * W_ROWS
     left = _in_order(left, INTERLEAVED, STORE)
     right = _in_order(right, INTERLEAVED, STORE)
     n = block * Y_BLOCK + gl.arange(0, 128, layout=gl.SliceLayout(0, STORE))
-    left = _scaled(left, n, 0, e, x_row, slot, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr, N, W_ROWS, STEP, QUANT,
-                   STATIC_SCALE)  # fmt: skip
+    left = _scaled(left, factor, n, w_row, w_scale_ptr, bias_ptr, N, STEP, QUANT)
     if GATED:
         UP_ROW: gl.constexpr = 1 if INTERLEAVED else N
-        right = _scaled(right, n, UP_ROW, e, x_row, slot, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr, N, W_ROWS,
-                        STEP, QUANT, STATIC_SCALE)  # fmt: skip
+        right = _scaled(right, factor, n, w_row + UP_ROW, w_scale_ptr, bias_ptr, N, STEP, QUANT)
         y = gated_value(left, right, GATE, ALPHA, BETA, LIMIT)
         _write(y, n, y_row, keep, block, y_ptr, y_scale_ptr, N, OUT_QUANT)
     else:
@@ -328,8 +333,7 @@ def _finish(
             left = gate_value(left, GATE, ALPHA)
         _write(left, n, y_row, keep, block * 2, y_ptr, y_scale_ptr, N, OUT_QUANT)
         n += 128
-        right = _scaled(right, n, 0, e, x_row, slot, x_scale_ptr, w_scale_ptr, bias_ptr, probs_ptr, N, W_ROWS, STEP,
-                        QUANT, STATIC_SCALE)  # fmt: skip
+        right = _scaled(right, factor, n, w_row, w_scale_ptr, bias_ptr, N, STEP, QUANT)
         if GATE != "":
             right = gate_value(right, GATE, ALPHA)
         _write(right, n, y_row, keep, block * 2 + 1, y_ptr, y_scale_ptr, N, OUT_QUANT)
@@ -337,40 +341,60 @@ def _finish(
 
 @gluon.jit
 def multiply(
-    half: gl.constexpr, y_ptr, gather_ptr, tiles_ptr, count_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr,
-    probs_ptr, w_bufs, a_bufs, ready, empty, steps, told, heard,
+    half: gl.constexpr, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, probs_ptr, w_bufs, a_bufs,
+    ready, empty, steps, told, heard,
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, GATHER: gl.constexpr, SCATTER: gl.constexpr,
     GATE: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
     LIMIT: gl.constexpr, QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr, SPLIT_SCALE: gl.constexpr,
-    OUT_QUANT: gl.constexpr, N_BLOCKS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    OUT_QUANT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: rows 64 * half ... of every tile, from the ring to y."""
-    tiles = gl.load(count_ptr)
+    """A warpgroup: rows 64 * half ... of every tile, from the ring to y.
+
+    What the epilogue reads from memory is asked for while the last product runs.
+    """
+    STORE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, 128],
+    )  # fmt: skip
     it = 0
     n = 0
-    t = _hear(steps, told, heard, n, 4)
-    while t < tiles * N_BLOCKS:
-        tile, block = _tile_of(t, tiles, N_BLOCKS, GROUP_M)
-        e = gl.load(tiles_ptr + tile * 4)
-        first = gl.load(tiles_ptr + tile * 4 + 1)
-        end = gl.load(tiles_ptr + tile * 4 + 2)
+    block = _hear(steps, told, n, 4)
+    while block >= 0:
+        first = _told(steps, n, 2, 4)
+        end = _told(steps, n, 3, 4)
         if first + half * 64 < end:
             if QUANT == "fp8_block":
+                e = _told(steps, n, 1, 4)
                 left, right, it = _sum_of_blocks(
                     half, w_bufs, a_bufs, ready, empty, it, block, e, first, end, gather_ptr, x_scale_ptr, w_scale_ptr,
                     N, K, TOP_K, GATHER, GATED, SPLIT_SCALE, STAGES,
                 )  # fmt: skip
+                y_row, factor = _rows_of(
+                    half, e, first, end, gather_ptr, x_scale_ptr, w_scale_ptr, probs_ptr, TOP_K, GATHER, SCATTER,
+                    QUANT, STATIC_SCALE, STORE,
+                )  # fmt: skip
             else:
-                left, right, it = _sum(half, w_bufs, a_bufs, ready, empty, it, K, INTERLEAVED, BLOCK_K, STAGES)
+                acc, it = _sum(half, w_bufs, a_bufs, ready, empty, it, K, BLOCK_K, STAGES)
+                e = _told(steps, n, 1, 4)
+                first = _told(steps, n, 2, 4)  # read again: registers are scarce while the sums run
+                end = _told(steps, n, 3, 4)
+                y_row, factor = _rows_of(
+                    half, e, first, end, gather_ptr, x_scale_ptr, w_scale_ptr, probs_ptr, TOP_K, GATHER, SCATTER,
+                    QUANT, STATIC_SCALE, STORE,
+                )  # fmt: skip
+                done = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+                left, right = _halves(done, INTERLEAVED)
+            keep = first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)) < end
             _finish(
-                left, right, half, tile, block, e, first, end, tiles_ptr, y_ptr, gather_ptr, x_scale_ptr, w_scale_ptr,
-                y_scale_ptr, bias_ptr, probs_ptr, N, TOP_K, GATHER, SCATTER, GATE, GATED, INTERLEAVED, ALPHA, BETA,
-                LIMIT, QUANT, STATIC_SCALE, OUT_QUANT,
+                left, right, factor, y_row, keep, block, e, y_ptr, w_scale_ptr, y_scale_ptr, bias_ptr, N, GATE, GATED,
+                INTERLEAVED, ALPHA, BETA, LIMIT, QUANT, OUT_QUANT, STORE,
             )  # fmt: skip
         else:
             for _ in range((K + BLOCK_K - 1) // BLOCK_K):  # a short tile: the second half only passes stages on
                 mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 it += 1
+        mbarrier.arrive(heard.index(n % SLOTS), count=1)
         n += 1
-        t = _hear(steps, told, heard, n, 4)
+        block = _hear(steps, told, n, 4)
