@@ -233,18 +233,13 @@ SCAN_ROWS = 2048  # up to here every such program counts all ids itself; beyond,
 
 
 RING_TOKENS = 64  # up to here a plan can have Stream.RING
-SM_SMEM_BYTES = 233472  # shared memory of an SM; each block takes 1 KiB of it for itself
+RING_WARPS = 12  # two warpgroups that multiply, one whose warps load
 
 
 def ring_smem_bytes(config: GemmConfig) -> int:
-    """Shared memory of one block of a ring, from above: the stages, tiles that are turned for the store, barriers."""
-    turned = min(config.block_n * config.block_m, 8192) * (config.warps // 4 - 1)  # by each multiplying warpgroup
+    """Shared memory of a ring's block, from above: the stages, tiles that are turned for the store, barriers."""
+    turned = min(config.block_n * config.block_m, 8192) * 2  # by each multiplying warpgroup
     return config.stages * 128 * (config.block_n + config.block_m) + turned + 1024
-
-
-def ring_blocks(config: GemmConfig) -> int:
-    """Blocks of a ring that an SM runs at once: two where they fit, with one warpgroup that multiplies each."""
-    return 2 if 2 * (ring_smem_bytes(dataclasses.replace(config, warps=8)) + 1024) <= SM_SMEM_BYTES else 1
 
 
 def route_programs(rows: int) -> int:

@@ -7,14 +7,24 @@ from functools import cache
 import pytest
 
 from expertile.hardware import H200
-from expertile.kernels import combine, grouped_gemm, hopper_gemm, quantize, router, routing, stream, swapped_gemm
-from expertile.plans import Backend, GemmConfig, Stream
+from expertile.kernels import (
+    combine,
+    decode_experts,
+    grouped_gemm,
+    hopper_gemm,
+    quantize,
+    router,
+    routing,
+    stream,
+    swapped_gemm,
+)
+from expertile.plans import Backend, GemmConfig, Stream, ring_smem_bytes
 from expertile.policy import decide, table
 from expertile.policy.model import SPECIALIZED_BYTES, smem_bytes
 from expertile.problem import LAYERS, Quant, named_problem
 from expertile.router import ROUTERS
 from expertile.runtime.compile import compile_specialization
-from expertile.runtime.triton_experts import products
+from expertile.runtime.triton_experts import products, ring_layer
 
 #: label of the problem, and whether the activations' scales are given ahead
 QUANTS = (
@@ -43,9 +53,10 @@ def reachable():
 
 
 def test_every_tile_of_the_shipped_table_is_compiled_here():
-    compiled = {config for _, config, _ in gemms()}
+    compiled = {config for _, config, _ in gemms()} | {plan.gemm1 for plan, _ in rings()}
     for entry in table.load("h200")["entries"]:
-        tiles = {"no": (entry["gemm1"], entry["gemm2"]), "down": (entry["gemm1"],), "both": ()}[entry["stream"]]
+        first, second = entry["gemm1"], entry["gemm2"]
+        tiles = {"no": (first, second), "down": (first,), "ring": (first,), "both": ()}[entry["stream"]]
         assert {GemmConfig(*tile) for tile in tiles} <= compiled
 
 
@@ -60,7 +71,7 @@ def gemms():
     found = {}
     for plan in reachable():
         first, second = products(plan, separate_scales(plan.problem))
-        pairs = [(plan.gemm1, first)] if plan.stream is not Stream.BOTH else []
+        pairs = [(plan.gemm1, first)] if plan.stream in (Stream.NO, Stream.DOWN) else []
         pairs += [(plan.gemm2, second)] if plan.stream is Stream.NO else []
         for config, product in pairs:
             whole = product.k % config.block_k == 0
@@ -76,8 +87,17 @@ def streams():
         first, second = products(plan, False)
         if plan.stream is Stream.BOTH:
             found.setdefault(("up", plan.gemm1, first.quant, first.n, first.k), ("up", plan, plan.gemm1, first))
-        if plan.stream is not Stream.NO:
+        if plan.stream in (Stream.BOTH, Stream.DOWN):
             found.setdefault(("down", plan.gemm2, second.quant, second.n, second.k), ("down", plan, plan.gemm2, second))
+    return list(found.values())
+
+
+def rings():
+    found = {}
+    for plan in reachable():
+        if plan.stream is Stream.RING:
+            layer = ring_layer(plan, separate_scales(plan.problem))
+            found.setdefault((plan.gemm1, layer.mode, layer.dtype, layer.activation, layer.bias), (plan, layer))
     return list(found.values())
 
 
@@ -120,6 +140,15 @@ def test_grouped_products_run_on_wgmma_without_spills_in_the_memory_that_the_pol
     else:
         assert compiled.smem_bytes == counted
     assert compiled.smem_bytes <= H200.smem_bytes
+
+
+@pytest.mark.parametrize("case", rings(), ids=lambda case: f"{case[0].name} {case[0].problem.label}")
+def test_rings_that_can_be_chosen_do_not_spill(case):
+    plan, layer = case
+    for signature in decode_experts.signature(plan.gemm1, layer, plan.problem.tokens):
+        compiled = compile_specialization(signature)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
+    assert compiled.smem_bytes <= ring_smem_bytes(plan.gemm1) <= H200.smem_bytes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from expertile import reference
 from expertile.api import prepare
 from expertile.hardware import H200
-from expertile.plans import Backend, GemmConfig, Plan, Stream, ring_blocks
+from expertile.plans import RING_WARPS, Backend, GemmConfig, Plan, Stream
 from expertile.policy import ring_reasons, tile_reasons
 from expertile.policy.tiles import fused_quant, stream_tiles
 from expertile.problem import BLOCK, Problem, activation
@@ -230,8 +230,7 @@ def make_ring_plan(layer: Layer, block_n: int = 128, stages: int = 4) -> Plan:
     problem = problem_of(layer)
     block_m = max(8, 1 << (problem.tokens - 1).bit_length())
     wide = 64 if layer.case.quant == "none" else 128
-    tile = GemmConfig(block_m, block_n, wide, 8, stages, True, 1, True)
-    tile = tile if ring_blocks(tile) == 2 else replace(tile, warps=12)
+    tile = GemmConfig(block_m, block_n, wide, RING_WARPS, stages, True, 1, True)
     return Plan(problem, "h200", Backend.TRITON, tile, tile, stream=Stream.RING, pdl=not INTERPRETER)
 
 

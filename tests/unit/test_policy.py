@@ -82,7 +82,7 @@ def test_what_is_decided_can_run_and_goes_into_a_graph_where_that_can_be(problem
     assert plan.time_us == able[plan.backend]
     if plan.backend is Backend.TRITON:
         assert hardware.is_hopper
-        assert plan.stream is Stream.NO or not stream_reasons(problem)
+        assert plan.stream in (Stream.NO, Stream.RING) or not stream_reasons(problem)
         assert plan.stream is not Stream.NO or plan.gemm1.block_m == plan.gemm2.block_m, (
             "one list of row tiles serves both"
         )
@@ -216,7 +216,7 @@ def test_a_streamed_block_holds_no_more_weights_than_registers(inter):
         for tokens in range(1, 10):
             problem = named_problem(f"7168,{inter},256,8", tokens, label)
             plan = decide(problem, H200)
-            if plan.stream is not Stream.NO:
+            if plan.stream in (Stream.BOTH, Stream.DOWN):
                 item = 2 if label == "bf16" else 1
                 row = item * max(128, 1 << (inter - 1).bit_length()) * 8
                 assert plan.gemm2.block_n * row <= max(32768, row) and row <= 131072
@@ -226,6 +226,28 @@ def test_only_a_handful_of_rows_is_streamed_where_nothing_was_measured():
     for tokens in (1, 2, 10, 11, 100):
         problem = Problem(tokens=tokens, hidden=1000, inter=64, experts=2000, top_k=1, quant="fp8_block")
         assert (decide(problem, H200).stream is Stream.BOTH) == (tokens <= STREAM_ROWS)
+
+
+def test_rows_that_meet_at_one_expert_are_not_streamed():
+    """Streaming reads an expert's weights once for each of its rows."""
+    problem = Problem(tokens=6, hidden=5120, inter=1000, experts=128, top_k=1, quant="fp8_tensor", static_scale=True)
+    streams = {routing: decide(problem, H200, None, Settings(routing=routing)).stream for routing in ("uniform", "hot")}
+    assert streams == {"uniform": Stream.BOTH, "hot": Stream.NO}
+
+
+def test_some_tens_of_rows_go_in_one_launch_where_nothing_was_measured():
+    sizes = dict(hidden=4096, inter=1280, experts=96, top_k=8, quant="fp8_block")
+    plans = {tokens: decide(Problem(tokens=tokens, **sizes), H200) for tokens in (1, 2, 3, 12, 24, 25)}
+    rings = {tokens for tokens, plan in plans.items() if plan.stream is Stream.RING}
+    assert rings == {3, 12, 24} and "in one launch" in plans[12].source
+    there = Problem(tokens=3, total_experts=96, **sizes | {"experts": 12})
+    assert decide(there, H200).stream is not Stream.RING  # 3 rows of the 24 are here
+
+
+def test_skewed_routing_asks_for_the_tiles_of_thicker_experts():
+    problem = Problem(tokens=192, hidden=4096, inter=3200, experts=16, top_k=2)
+    thin, thick = (decide(problem, H200, None, Settings(routing=routing)) for routing in ("uniform", "hot"))
+    assert thick.gemm1.specialized and not thin.gemm1.specialized
 
 
 def test_a_decision_is_looked_up_on_the_hot_path(monkeypatch):
@@ -274,7 +296,9 @@ def test_the_workspace_holds_every_buffer_aligned(problem):
     assert plan.workspace_bytes % ALIGN == 0
     if plan.backend is Backend.TRITON:
         h = {"h", "h_q"} & set(names)
-        assert h and all(math.prod(b.shape) == problem.rows * problem.inter for b in plan.buffers if b.name in h)
+        ring = plan.stream is Stream.RING  # its h has a row for every expert and token
+        rows = problem.experts * plan.gemm1.block_m if ring else problem.rows
+        assert h and all(math.prod(b.shape) == rows * problem.inter for b in plan.buffers if b.name in h)
         if problem.quant is not Quant.NONE and plan.stream is Stream.NO:
             assert {"x_q", "h_q"} <= set(names) and ("h" in names) != plan.fuse_quant
             assert ("x_scale" in names) != problem.static_scale
@@ -366,7 +390,7 @@ def test_what_was_measured_is_what_is_said(shipped):
 
 def test_where_the_nearest_entry_cannot_run_the_next_is_taken(shipped):
     """As with tiles that hold a number of tokens: those of T=16 are no help at T=20, those of T=32 are."""
-    small = [16, 128, 64, 8, 6, True, 1, True]
+    small = [16, 128, 64, 12, 6, True, 1, True]
     shipped(entry(16, gemm1=small, gemm2=small, stream="ring"), entry(32, time_us=2.0))
     plans = {tokens: decide.__wrapped__(Problem(tokens=tokens, **QWEN), H200) for tokens in (16, 20)}
     assert {tokens: plan.stream for tokens, plan in plans.items()} == {16: Stream.RING, 20: Stream.NO}

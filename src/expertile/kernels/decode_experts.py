@@ -3,7 +3,7 @@
     h[e, t] = activation(x[t] @ w13[e].T + b13[e])          y[t * top_k + j] = h[e, t] @ w2[e].T + b2[e], e = ids[t, j]
 
 Up to 64 tokens a layer is weights read from memory, so the pauses decide: between launches, while h is quantised, at
-the end of GEMM1. Here persistent blocks (Gluon, one or two an SM) take items, block_n weight rows of one expert, from
+the end of GEMM1. Here persistent blocks (Gluon, one an SM) take items, block_n weight rows of one expert, from
 one list: all of GEMM1, then all of GEMM2. Weights run through one ring of shared buffers across the items and across
 the two products; while GEMM2's first items wait for their h, their weights are on the way already.
 
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..errors import ShapeError
-from ..plans import GemmConfig, ring_blocks
+from ..plans import RING_WARPS, GemmConfig
 from ..problem import BLOCK, Activation, Quant
 from .decode_roles import load_rows, load_weights, multiply
 from .tiles import (
@@ -44,7 +44,7 @@ from .tiles import (
     scale_mode,
 )
 
-REGISTERS = {1: 168, 2: 128}  # a thread by blocks an SM (12 and 8 warps), before the roles trade theirs
+REGISTERS = 168  # a thread, before the roles trade theirs: 12 warps have 65536 between them
 MAX_TOP_K = 16
 
 
@@ -90,8 +90,7 @@ class Layer:
             BLOCK_K=config.block_k,
             ROWS=config.block_n // 2,
             STAGES=config.stages,
-            WARPGROUPS=config.warps // 4 - 1,
-            MULTIPLY_REGISTERS=232,  # of the second, where there are two; the first has what is left
+            MULTIPLY_REGISTERS=232,  # of the second warpgroup; the first has what is left
             LOAD_REGISTERS=40 if self.experts <= 256 else 64,  # the list of experts is held in them
             PDL=pdl,
         )
@@ -107,10 +106,8 @@ class Layer:
             raise ShapeError(
                 f"block_m={config.block_m}: with fp8_block's scales the sums of 64 tokens exceed the registers"
             )
-        if config.warps != (8 if ring_blocks(config) == 2 else 12):
-            raise ShapeError(
-                f"warps={config.warps}: a block has one warpgroup that multiplies where two share an SM, else two"
-            )
+        if config.warps != RING_WARPS:
+            raise ShapeError(f"warps={config.warps}: a block's roles have {RING_WARPS}")
         if tokens > config.block_m:
             raise ShapeError(f"T={tokens} tokens do not fit a tile of {config.block_m}")
         if self.hidden * item % 16 or self.inter * item % 16:
@@ -203,7 +200,6 @@ def _decode_experts_kernel(
     BLOCK_K: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
@@ -230,50 +226,32 @@ def _decode_experts_kernel(
     heard = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(4):
         mbarrier.init(told.index(n), count=1)
-        mbarrier.init(heard.index(n), count=1 + WARPGROUPS)
+        mbarrier.init(heard.index(n), count=3)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(2):
         mbarrier.init(turns.index(n), count=1)
-    if WARPGROUPS == 2:
-        gl.warp_specialize([
-            (multiply, (
-                0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
-                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
-                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
-            )),
-            (multiply, (
-                1, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
-                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
-                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
-            )),
-            (load_weights, (
-                w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER,
-                HALVES, EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
-            )),
-            (load_rows, (
-                x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M,
-                BLOCK_K, A_BYTES, STAGES, COMPLETE,
-            )),
-        ], [4, 1, 1], [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (multiply, (
-                0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
-                w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
-                heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
-                SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT, WARPGROUPS,
-            )),
-            (load_weights, (
-                w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER,
-                HALVES, EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
-            )),
-            (load_rows, (
-                x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M,
-                BLOCK_K, A_BYTES, STAGES, COMPLETE,
-            )),
-        ], [1, 1], [LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (multiply, (
+            0, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
+            w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
+            heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+            SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT,
+        )),
+        (multiply, (
+            1, h_ptr, h_q_ptr, y_ptr, ids_ptr, map_ptr, counters_ptr + 1, x_scale_ptr, h_scale_ptr,
+            w13_scale_ptr, w2_scale_ptr, b13_ptr, b2_ptr, tokens, total, w_bufs, a_bufs, ready, empty, items, told,
+            heard, turns, HIDDEN, INTER, TOP_K, EXPERTS, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE,
+            SPLIT_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, BLOCKS1, OUT_QUANT,
+        )),
+        (load_weights, (
+            w13_desc, w2_desc, hit_ptr, counters_ptr, w_bufs, ready, empty, items, told, heard, HIDDEN, INTER,
+            HALVES, EXPERTS, BINS, ROWS, BLOCK_K, W_BYTES, STAGES, BLOCKS1, BLOCKS2,
+        )),
+        (load_rows, (
+            x_desc, h_desc, counters_ptr + 1, a_bufs, ready, empty, items, told, heard, HIDDEN, INTER, BLOCK_M,
+            BLOCK_K, A_BYTES, STAGES, COMPLETE,
+        )),
+    ], [4, 1, 1], [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def begin(ids, x, x_q, x_scale, hit, counters, layer: Layer, *, expert_map=None, pdl=False, launch=launch):
@@ -311,11 +289,11 @@ def decode_experts(
     box, rows = [config.block_n // 2, config.block_k], [config.block_m, config.block_k]
     names = ("x_scale", "h_scale", "w13_scale", "w2_scale", "b13", "b2")
     launch(
-        _decode_experts_kernel, (sms * ring_blocks(config),),
+        _decode_experts_kernel, (sms,),
         _view(x, rows), _view(w13.view(-1, layer.hidden), box), _view(w2.view(-1, layer.inter), box),
         _view(h if layer.mode == "" else h_q, rows), h, h_q, y, ids, expert_map, hit, counters,
         *(tensors.get(name) for name in names), x.shape[0], total, **layer.constants(config, pdl),
-        **_options(config, pdl),
+        **_options(pdl),
     )  # fmt: skip
     return y
 
@@ -328,8 +306,8 @@ def _view(x, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], box, _swizzled(box, x.element_size()))
 
 
-def _options(config: GemmConfig, pdl: bool) -> dict:
-    return launch_options(pdl, num_warps=4, maxnreg=REGISTERS[ring_blocks(config)])
+def _options(pdl: bool) -> dict:
+    return launch_options(pdl, num_warps=4, maxnreg=REGISTERS)
 
 
 def _begin_constants(layer: Layer, slots: int, pdl: bool) -> dict:
@@ -376,7 +354,7 @@ def _decode_signature(config: GemmConfig, layer: Layer, mapped: bool, pdl: bool)
     types |= dict.fromkeys(("h_ptr", "y_ptr", "b13_ptr", "b2_ptr"), f"*{dtype}") | {"h_q_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("ids_ptr", "map_ptr", "hit_ptr", "counters_ptr"), "*i32")
     types |= dict.fromkeys(("x_scale_ptr", "h_scale_ptr", "w13_scale_ptr", "w2_scale_ptr"), "*fp32")
-    return _specialization(_decode_experts_kernel, types, constants, _options(config, pdl))
+    return _specialization(_decode_experts_kernel, types, constants, _options(pdl))
 
 
 def _specialization(kernel, types: dict, constants: dict, options: dict) -> Specialization:

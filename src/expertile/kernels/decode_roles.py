@@ -3,8 +3,8 @@
     w_bufs, a_bufs   [STAGES, ...] shared: 2 * ROWS weight rows and BLOCK_M rows of x or h, 128 bytes of each
     ready, empty     a stage's mbarriers: both loads have landed; the products have read it
     items            [4] shared: the items that come next, one word each; told, heard are their mbarriers
-    turns            [2]: where two warpgroups multiply, the other one has read its last stage: a barrier tells two
-                     phases apart, not three, so nobody may wait for a stage's next round before its last one was read
+    turns            [2]: the other multiplying warpgroup has read its last stage: a barrier tells two phases apart, not
+                     three, so nobody may wait for a stage's next round before its last one was read
 
 An item is one block of weight rows of one expert, in GEMM1 or GEMM2, packed as ((expert * 2 + gemm) << 12) + block.
 Every role walks over the same items and counts stages with `it`: its phase of a barrier is (it // STAGES) & 1.
@@ -160,7 +160,7 @@ def multiply(
     HIDDEN: gl.constexpr, INTER: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, GATE: gl.constexpr,
     GATED: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     STATIC_SCALE: gl.constexpr, SPLIT_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS1: gl.constexpr, OUT_QUANT: gl.constexpr, WARPGROUPS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS1: gl.constexpr, OUT_QUANT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that multiplies: an item from the ring to h or y. Two take turns: one stores while the other sums."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // a_bufs.dtype.primitive_bitwidth])
@@ -173,14 +173,14 @@ def multiply(
         e = item >> 13
         block = item & 4095
         gemm = (item >> 12) & 1
-        if n % WARPGROUPS != which:
+        if n % 2 != which:
             it += (HIDDEN + BLOCK_K - 1) // BLOCK_K * (1 - gemm) + (INTER + BLOCK_K - 1) // BLOCK_K * gemm
         elif gemm == 0:
-            _take_turn(turns, which, n, WARPGROUPS)
+            _take_turn(turns, which, n)
             it = _up(
                 e, block, it, turns, which, h_out, x_scale_ptr, h_scale_ptr, w13_scale_ptr, b13_ptr, tokens, w_bufs,
                 a_bufs, ready, empty, HIDDEN, INTER, GATE, GATED, ALPHA, BETA, LIMIT, QUANT, STATIC_SCALE, SPLIT_SCALE,
-                BLOCK_M, BLOCK_K, ROWS, STAGES, OUT_QUANT, MMA, WARPGROUPS,
+                BLOCK_M, BLOCK_K, ROWS, STAGES, OUT_QUANT, MMA,
             )  # fmt: skip
             before = publish(done_ptr, e)
             if OUT_QUANT == "row":
@@ -188,10 +188,10 @@ def multiply(
                     quantize_h(e, h_ptr, h_q_ptr, h_scale_ptr, INTER, BLOCK_M)
                     publish(done_ptr, e)
         else:
-            _take_turn(turns, which, n, WARPGROUPS)
+            _take_turn(turns, which, n)
             left, right, it = _down(
                 e, block, it, turns, which, h_scale_ptr, w2_scale_ptr, b2_ptr, tokens, w_bufs, a_bufs, ready, empty,
-                HIDDEN, INTER, QUANT, STATIC_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, MMA, WARPGROUPS,
+                HIDDEN, INTER, QUANT, STATIC_SCALE, BLOCK_M, BLOCK_K, ROWS, STAGES, MMA,
             )  # fmt: skip
             slot = slot_of(chosen, e, TOP_K)
             row = block * (2 * ROWS)
@@ -204,16 +204,14 @@ def multiply(
 
 
 @gluon.jit
-def _take_turn(turns, which: gl.constexpr, n, WARPGROUPS: gl.constexpr):
+def _take_turn(turns, which: gl.constexpr, n):
     """Before item n is summed: the warpgroup that has item n - 1 has summed it."""
-    if WARPGROUPS == 2:
-        mbarrier.wait(turns.index(which), ((n // 2) & 1) ^ (1 - which))
+    mbarrier.wait(turns.index(which), ((n // 2) & 1) ^ (1 - which))
 
 
 @gluon.jit
-def _give_turn(turns, which: gl.constexpr, WARPGROUPS: gl.constexpr):
-    if WARPGROUPS == 2:
-        mbarrier.arrive(turns.index(1 - which), count=1)
+def _give_turn(turns, which: gl.constexpr):
+    mbarrier.arrive(turns.index(1 - which), count=1)
 
 
 @gluon.jit
@@ -223,7 +221,7 @@ def _up(
     K: gl.constexpr, N: gl.constexpr, GATE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr,
     BETA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr,
     SPLIT_SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    OUT_QUANT: gl.constexpr, MMA: gl.constexpr, WARPGROUPS: gl.constexpr,
+    OUT_QUANT: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """One item of GEMM1: ROWS gate rows and their up rows, or 2 * ROWS rows of experts without a gate, to h."""
     W_ROWS: gl.constexpr = 2 * N if GATED else N
@@ -244,7 +242,7 @@ def _up(
         )  # fmt: skip
     else:
         left, right, it = sum_item(w_bufs, a_bufs, ready, empty, it, K, BLOCK_K, ROWS, BLOCK_M, STAGES, MMA)
-    _give_turn(turns, which, WARPGROUPS)
+    _give_turn(turns, which)
     left = scaled(left, 0, left_n + row, t < tokens, e, x_scale_ptr, t, w_scale_ptr, bias_ptr, N, W_ROWS, QUANT,
                   STATIC_SCALE)  # fmt: skip
     right = scaled(right, up, right_n + row, t < tokens, e, x_scale_ptr, t, w_scale_ptr, bias_ptr, N, W_ROWS, QUANT,
@@ -263,7 +261,7 @@ def _up(
 def _down(
     e, block, it, turns, which: gl.constexpr, h_scale_ptr, w_scale_ptr, bias_ptr, tokens, w_bufs, a_bufs, ready, empty,
     N: gl.constexpr, K: gl.constexpr, QUANT: gl.constexpr, STATIC_SCALE: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr, WARPGROUPS: gl.constexpr,
+    BLOCK_K: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """(left, right, it) of one item of GEMM2: 2 * ROWS columns of y."""
     t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA))
@@ -281,7 +279,7 @@ def _down(
         )  # fmt: skip
     else:
         left, right, it = sum_item(w_bufs, a_bufs, ready, empty, it, K, BLOCK_K, ROWS, BLOCK_M, STAGES, MMA)
-    _give_turn(turns, which, WARPGROUPS)
+    _give_turn(turns, which)
     left = scaled(left, 0, left_n + row, t < tokens, e, h_scale_ptr, h_row, w_scale_ptr, bias_ptr, N, N, QUANT,
                   STATIC_SCALE)  # fmt: skip
     right = scaled(right, 0, right_n + row, t < tokens, e, h_scale_ptr, h_row, w_scale_ptr, bias_ptr, N, N, QUANT,

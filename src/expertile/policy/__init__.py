@@ -14,11 +14,12 @@ from ..hardware import DEVICES, Hardware
 from ..plans import Backend, Candidate, Layout, Plan, Stream
 from ..problem import Problem
 from . import table
+from .histogram import experts_hit
 from .libraries import LIBRARIES, layout_bytes
 from .model import floor_us, plan_us
 from .rules import reasons, ring_reasons, tile_reasons
 from .settings import DEFAULT, Settings, Told
-from .tiles import STREAM_ROWS, choose_tiles, fused_quant, stream_reasons, stream_tiles
+from .tiles import STREAM_ROWS, choose_tiles, fused_quant, ring_by_rule, stream_reasons, stream_tiles
 from .words import explain
 
 __all__ = ["DEFAULT", "Settings", "decide", "device", "explain", "reasons", "ring_reasons", "tile_reasons", "unable"]
@@ -145,8 +146,9 @@ def _plan(
     able = lambda entry: not unable(with_tiles(entry), hardware)
     entry = table.nearest(problem, hardware.name, routing, settings.tables, able)
     measured = entry and with_tiles(entry)
-    few = 0 < problem.rows <= STREAM_ROWS and not stream_reasons(problem)
-    if measured and ((few and not entry.exact) or unable(measured, hardware)):
+    few = _few(problem, routing)
+    ring = ring_by_rule(problem, hardware)
+    if measured and (((few or ring) and not entry.exact) or unable(measured, hardware)):
         measured = None
     if measured:
         plan = measured
@@ -156,12 +158,22 @@ def _plan(
         gemm1, gemm2 = stream_tiles(problem)
         plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH), False
         source = f"streamed, as at most {STREAM_ROWS} routed rows are"
+    elif ring:
+        plan, fuse = replace(plan, gemm1=ring, gemm2=ring, stream=Stream.RING), False
+        source = "both products in one launch, as some tens of routed rows are"
     else:
         gemm1, gemm2 = choose_tiles(problem, hardware)
         plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2), fused_quant(problem, gemm1)
         source = "tiles by rows an expert"
     plan = replace(plan, fuse_quant=fuse, pdl=True)
     return _priced(plan, hardware, entry if measured else None, source)
+
+
+def _few(problem: Problem, routing: str) -> bool:
+    """Whether streaming is the rule: few rows, and hardly two of them at one expert, whose weights it would read for
+    each."""
+    apart = experts_hit(problem, routing) >= 0.9 * problem.rows
+    return 0 < problem.rows <= STREAM_ROWS and apart and not stream_reasons(problem)
 
 
 def _priced(plan: Plan, hardware: Hardware, entry: table.Entry | None, source: str) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..hardware import Hardware
-from ..plans import RING_TOKENS, Backend, GemmConfig, ring_blocks, ring_smem_bytes
+from ..plans import RING_TOKENS, RING_WARPS, Backend, GemmConfig, ring_smem_bytes
 from ..problem import BLOCK, DType, Problem, Quant
 from .libraries import LIBRARIES, Installed, library_reasons
 from .model import smem_bytes
@@ -132,8 +132,8 @@ def ring_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> li
         found.append(f"ring: {config.block_m}x{config.block_n}x{config.block_k} is not 8-64 x 128|256 x 128 bytes")
     if block and config.block_n != 2 * BLOCK:
         found.append(f"ring: block_n={config.block_n}, h is quantised in blocks of {BLOCK} columns: 256 is needed")
-    if config.warps != (8 if ring_blocks(config) == 2 else 12):
-        found.append(f"ring: warps={config.warps}: two blocks an SM have 8 each, one has 12")
+    if config.warps != RING_WARPS:
+        found.append(f"ring: warps={config.warps}, its roles have {RING_WARPS}")
     need = ring_smem_bytes(config)
     if need > hardware.smem_bytes:
         found.append(f"ring: needs {need} bytes of shared memory, {hardware.name} has {hardware.smem_bytes}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..errors import ShapeError
 from ..plans import Backend, GemmConfig, Stream
 from ..problem import Problem
-from .histogram import UNIFORM
+from .histogram import UNIFORM, mean_rows
 
 #: How much a factor in hidden, and in inter, counts beside the same factor in rows an expert, where no entry has the
 #: very sizes. With each layer of the H200's table left out in turn, its neighbours by this distance have the winner's
@@ -109,11 +109,17 @@ def same(entry: Mapping, problem: Problem) -> bool:
     )
 
 
-def distance(entry: Mapping, problem: Problem, weights: tuple[float, float] = (HIDDEN_WEIGHT, INTER_WEIGHT)) -> float:
-    """How far an entry of another layer is: in log of rows an expert, of hidden and of inter."""
-    rows = entry["tokens"] * entry["top_k"] / entry["experts"]
+def distance(
+    entry: Mapping, problem: Problem, weights: tuple[float, float] = (HIDDEN_WEIGHT, INTER_WEIGHT),
+    rows: float | None = None,
+) -> float:  # fmt: skip
+    """How far an entry of another layer is: in log of rows an expert, of hidden and of inter.
+
+    rows   an expert's, where they are not rows_per_expert: under skewed routing most rows are at experts with more
+    """
+    there = entry["tokens"] * entry["top_k"] / entry["experts"]
     hidden, inter = (abs(math.log(entry[name] / getattr(problem, name))) for name in ("hidden", "inter"))
-    return abs(math.log(rows / problem.rows_per_expert)) + weights[0] * hidden + weights[1] * inter
+    return abs(math.log(there / (rows or problem.rows_per_expert))) + weights[0] * hidden + weights[1] * inter
 
 
 Able = Callable[[Entry], bool]
@@ -134,7 +140,8 @@ def nearest(
     members, pool = _of_these_sizes(problem.with_tokens(1), routing, _Tables(tables(device, paths)))
     if members:
         return _exact(problem, members, able)
-    return _first(sorted(pool, key=lambda e: distance(e, problem)), able, lambda e: _entry(e, False))
+    rows = math.sqrt(problem.rows_per_expert * mean_rows(problem, routing))  # half thick experts, half the others
+    return _first(sorted(pool, key=lambda e: distance(e, problem, rows=rows)), able, lambda e: _entry(e, False))
 
 
 class _Tables(tuple):

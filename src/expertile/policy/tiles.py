@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..hardware import Hardware
-from ..plans import GemmConfig, ring_blocks
+from ..plans import RING_WARPS, GemmConfig
 from ..problem import BLOCK, Problem, Quant
 from .rules import ring_reasons, stream_reasons, tile_reasons
 
+RING_ROWS, RING_RULE_TOKENS = 20, 24
 STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
 #: block_k -> the tile of 128 x 256 x 128 bytes whose blocks stay on their SM
@@ -33,19 +32,26 @@ def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
 
 
 def ring_tiles(problem: Problem, hardware: Hardware) -> list[GemmConfig]:
-    """Tiles for both products in one launch: two blocks an SM, one with all of its memory, one with longer items."""
+    """Tiles for both products in one launch: short and long items, each with as many stages as an SM's memory holds."""
     wide = 64 if problem.quant is Quant.NONE else 128  # block_k: 128 bytes
     block_m = max(8, _power_of_two(problem.tokens))
-    found: list[GemmConfig] = []
-    for block_n in (256,) if problem.quant is Quant.FP8_BLOCK else (128, 256):
-        deepest: dict[int, GemmConfig] = {}  # blocks an SM -> the tile with the most stages
-        for stages in range(3, 13):
-            config = GemmConfig(block_m, block_n, wide, 8, stages, True, 1, True)
-            config = config if ring_blocks(config) == 2 else replace(config, warps=12)
-            if not ring_reasons(config, problem, hardware):
-                deepest[ring_blocks(config)] = config
-        found += [tile for blocks, tile in sorted(deepest.items()) if blocks == 1 or block_n == 128 or not found]
+    found = []
+    for block_n in (128, 256):
+        tiles = [GemmConfig(block_m, block_n, wide, RING_WARPS, stages, True, 1, True) for stages in range(12, 2, -1)]
+        found += [tile for tile in tiles if not ring_reasons(tile, problem, hardware)][:1]
     return found
+
+
+def ring_by_rule(problem: Problem, hardware: Hardware) -> GemmConfig | None:
+    """The tile with which both products go in one launch where no table has the layer, None where they should not.
+
+    Measured on layers that no table has (2026-12-02): from some 20 routed rows, while all tokens of the step, which
+    every expert that is hit is given, still are few.
+    """
+    here = problem.rows_per_expert * problem.experts  # rows at experts of this rank
+    if not hardware.is_hopper or here < RING_ROWS or problem.tokens > RING_RULE_TOKENS:
+        return None
+    return next(iter(ring_tiles(problem, hardware)), None)
 
 
 def _power_of_two(value: int) -> int:
