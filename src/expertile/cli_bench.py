@@ -91,6 +91,9 @@ def policy(
         str | None, typer.Option(help="1,8,64 or 1-4096", show_default="13 between 1 and 6144, off the tables'")
     ] = None,
     routing: Annotated[str, typer.Option(help="some of uniform,zipf1.2,hot,trace:FILE")] = "uniform,zipf1.2,hot",
+    judge: Annotated[
+        Path | None, typer.Option(help="measure nothing: what today's choice loses in the cells of these rows")
+    ] = None,
     against_default: Annotated[
         bool, typer.Option("--against-default", help="fp8_tensor of two models, sizes of a mix that mostly decodes")
     ] = False,
@@ -113,6 +116,9 @@ def policy(
     from .policy.settings import Settings
     from .runtime.backends import installed
 
+    if judge is not None:
+        typer.echo("\n".join(room.judgement(rows.read(judge))))
+        return
     if against_default:
         names = list(problem or ("nemotron-3-nano", "qwen3-30b-a3b"))
         todo = room.cells([(name, "fp8_tensor") for name in names], tuple(room.DECODE_MIX), _routings(routing), seed)

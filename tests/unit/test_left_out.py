@@ -10,7 +10,7 @@ import pytest
 from expertile.hardware import H200
 from expertile.plans import Backend, GemmConfig, Plan, Stream
 from expertile.policy import table
-from expertile.policy.left_out import kind_of, left_out, measured_times, problem_of, summary
+from expertile.policy.left_out import judged, kind_of, left_out, measured_times, problem_of, summary
 from expertile.policy.model import floor_us, plan_us
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -32,7 +32,7 @@ def rows():
 def test_neighbours_by_size_predict_winners_better_than_fixed_tiles_and_than_rows_alone(entries):
     found = summary(left_out(entries, H200))
     right = {way: each["right"] / each["cells"] for way, each in found.items()}
-    assert found["sizes"]["cells"] == found["fixed"]["cells"] >= 80
+    assert found["sizes"]["cells"] == found["fixed"]["cells"] >= 70
     assert right["sizes"] >= max(right["fixed"], right["rows"]), found
     assert right["sizes"] > 0.85, found
 
@@ -43,6 +43,25 @@ def test_and_lose_less_time(entries, rows):
     regret = {way: each["mean_regret"] for way, each in found.items()}
     assert regret["sizes"] <= min(regret["fixed"], regret["rows"]), found
     assert regret["sizes"] < 0.01, found
+
+
+def test_the_choice_loses_little_where_every_candidate_was_measured(rows):
+    """Layers that no table has. The rules were made with these cells in view: others may do worse."""
+    found = judged(rows)
+    regrets = [regret for _, _, regret in found if regret is not None]
+    assert len(regrets) >= 50 and len(regrets) >= 0.95 * len(found)
+    assert sum(regrets) / len(regrets) <= 0.01 and max(regrets) <= 0.08
+
+
+def test_what_is_no_candidate_any_more_does_not_count_against_the_choice():
+    row = dict(
+        bench="policy", impl="expertile", gpu="h200", problem="4096,704,128,8", tokens=3072, quant="bf16",
+        routing="uniform",
+    )  # fmt: skip
+    (_, chosen, none) = judged([{**row, "times_us": {"triton[gone | gone]": 1.0}}])[0]
+    (_, _, regret) = judged([{**row, "times_us": {"triton[gone | gone]": 1.0, chosen: 2.0, "vllm-triton": 1.6}}])[0]
+    assert none is None and regret == pytest.approx(0.25)
+    assert judged([row, {**row, "impl": "default-list", "times_us": {chosen: 1.0}}]) == []
 
 
 def test_a_time_between_two_cells_is_nearer_than_the_models(entries):

@@ -236,11 +236,15 @@ def test_rows_that_meet_at_one_expert_are_not_streamed():
 
 
 def test_some_tens_of_rows_go_in_one_launch_where_nothing_was_measured():
-    sizes = dict(hidden=4096, inter=1280, experts=96, top_k=8, quant="fp8_block")
-    plans = {tokens: decide(Problem(tokens=tokens, **sizes), H200) for tokens in (1, 2, 3, 12, 24, 25)}
-    rings = {tokens for tokens, plan in plans.items() if plan.stream is Stream.RING}
-    assert rings == {3, 12, 24} and "in one launch" in plans[12].source
-    there = Problem(tokens=3, total_experts=96, **sizes | {"experts": 12})
+    sizes = dict(inter=1280, experts=96, top_k=8)
+
+    def rings(**fields):
+        plans = {tokens: decide(Problem(tokens=tokens, **sizes, **fields), H200) for tokens in (2, 3, 8, 16, 24, 25)}
+        return {tokens for tokens, plan in plans.items() if plan.stream is Stream.RING and "one launch" in plan.source}
+
+    assert rings(hidden=1024, quant="fp8_channel") == rings(hidden=4096) == {3, 8, 16, 24}
+    assert rings(hidden=4096, quant="fp8_block") == {8, 16} and rings(hidden=2048, quant="fp8_block") == set()
+    there = Problem(tokens=3, hidden=4096, total_experts=96, **sizes | {"experts": 12})
     assert decide(there, H200).stream is not Stream.RING  # 3 rows of the 24 are here
 
 

@@ -16,10 +16,11 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import UnsupportedProblem
+from ..errors import ExpertileError, UnsupportedProblem
 from ..plans import Backend, Plan
 from ..policy import decide, reasons
 from ..policy.candidates import candidates
+from ..policy.left_out import judged
 from ..policy.libraries import LIBRARIES
 from ..policy.settings import Settings
 from ..problem import Problem, named_problem
@@ -161,6 +162,25 @@ def regrets(found: Iterable[Mapping]) -> dict[str, dict[str, float]]:
         impl: {"cells": len(values), "mean": sum(values) / len(values), "worst": max(values)}
         for impl, values in by_impl.items()
     }
+
+
+def judgement(found: Iterable[Mapping]) -> list[str]:
+    """In words: what today's choice loses where every candidate's time is known, worst cell first."""
+    made = sorted(judged(found), key=lambda each: -(each[2] or 0.0))
+    known = [(row, chosen, regret) for row, chosen, regret in made if regret is not None]
+    if not known:
+        raise ExpertileError("no row has the times of all candidates: give a file that `bench policy` wrote")
+    lines = [
+        f"{100 * regret:.1f} % {row['problem']} {row['quant']} {row['routing']} T={row['tokens']}: {chosen}"
+        for row, chosen, regret in known
+        if regret > 0.02
+    ]
+    mean = sum(regret for *_, regret in known) / len(known)
+    return [
+        *lines,
+        f"regret {100 * mean:.2f} % in the mean, {100 * known[0][2]:.2f} % at worst, {len(known)} cells; "
+        f"in {len(made) - len(known)} the choice was not measured",
+    ]
 
 
 def against_default(found: Iterable[Mapping], mix: Mapping[int, int] = DECODE_MIX) -> dict[tuple[str, str], dict]:

@@ -1,4 +1,5 @@
-"""How well a table carries over to layers that it does not have: each of its layers is left out in turn.
+"""How well a table carries over to layers that it does not have: each of its layers is left out in turn; and what
+today's choice loses where all candidates were measured (`expertile bench policy`).
 
 Three ways to find tiles are compared: `fixed` (tiles.choose_tiles), `rows` (the nearest entry in rows an expert) and
 `sizes` (by table.distance, as decide does). What is compared with the measured winner is the kind of product and the
@@ -9,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..hardware import Hardware
+from ..hardware import DEVICES, Hardware
 from ..plans import GemmConfig, Stream
 from ..problem import Problem, named_problem
-from . import table
+from . import decide, table
+from .candidates import candidates
 from .histogram import UNIFORM
 from .rules import tile_reasons
+from .settings import DEFAULT, Settings
 from .tiles import choose_tiles
 
 WAYS = ("fixed", "rows", "sizes")
@@ -72,6 +75,26 @@ def summary(found: Iterable[Found]) -> dict[str, dict]:
     return made
 
 
+def judged(found: Iterable[Mapping], settings: Settings = DEFAULT) -> list[tuple[Mapping, str, float | None]]:
+    """(row, today's choice, its time over the fastest less 1) of each row of `bench policy` with all times.
+
+    Only plans count that are candidates today; None where the choice was not measured.
+    """
+    made = []
+    for row in found:
+        if row["bench"] != "policy" or row["impl"] != "expertile" or "times_us" not in row:
+            continue
+        hardware, routed = DEVICES[row["gpu"]], replace(settings, routing=row["routing"])
+        static = row["quant"] == "fp8_tensor"
+        problem = named_problem(row["problem"], row["tokens"], row["quant"], static_scale=static)
+        chosen = decide(problem, hardware, None, routed)
+        today = {plan.name for plan in (chosen, *candidates(problem, hardware, row["routing"]))}
+        times = {name: us for name, us in row["times_us"].items() if name in today or not name.startswith("triton[")}
+        us = times.get(chosen.name)
+        made.append((row, chosen.name, us and us / min(times.values()) - 1))
+    return made
+
+
 def measured_times(entries: Iterable[Mapping], rows: Iterable[Mapping] = ()) -> dict[tuple, dict[Kind, float]]:
     """cell -> kind -> the least time_us: of a table's grouped winners, and of benchmark rows of uniform routing."""
     made: dict[tuple, dict[Kind, float]] = {}
@@ -120,4 +143,4 @@ def _predict(way: str, problem: Problem, hardware: Hardware, others: Sequence[Ma
     return tiles
 
 
-__all__ = ["Found", "left_out", "measured_times", "summary"]
+__all__ = ["Found", "judged", "left_out", "measured_times", "summary"]
