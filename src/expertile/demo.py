@@ -211,7 +211,7 @@ def show_swap(console: Console) -> None:
     console.print(
         "Swapped, weight rows fill the 64 rows of a warpgroup's product and 16 tokens its narrow side. Not swapped,\n"
         "16 tokens are too few for it: each warp multiplies alone, and e4m3 is first widened to fp16.\n"
-        "tma: weights come by tensor copies, one instruction for a tile, as the plan has it."
+        "tma: weights come by tensor copies, one instruction for a tile."
     )
 
 

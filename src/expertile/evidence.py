@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from .hardware import H200
 from .kernels import grouped_gemm, swapped_gemm
 from .kernels.tiles import Product
-from .plans import Backend, GemmConfig
-from .policy import decide
+from .plans import GemmConfig
+from .policy.tiles import choose_tiles
 from .problem import Problem, named_problem
 from .runtime.compile import Compiled, compile_specialization
 
@@ -46,10 +46,10 @@ def gate_up(problem: Problem) -> Product:
 
 
 def swap_evidence(labels: tuple[str, ...] = ("bf16", "fp8_tensor")) -> Iterator[SwapRow]:
-    """GEMM1's tile in the plan for TOKENS tokens of LAYER as it is, without TMA, and then without swapped operands."""
+    """GEMM1's tile for TOKENS tokens of LAYER, rows grouped by expert: as it is, without TMA, then not swapped."""
     for label in labels:
         problem = named_problem(LAYER, TOKENS, label)
-        tile = replace(decide(problem, H200, Backend.TRITON).gemm1, swap=True)
+        tile, _ = choose_tiles(problem, H200)
         for config in dict.fromkeys((tile, replace(tile, tma=False), replace(tile, swap=False, tma=False))):
             kernel = swapped_gemm if config.tma else grouped_gemm
             yield SwapRow(label, config, compile_specialization(kernel.signature(config, gate_up(problem))))
