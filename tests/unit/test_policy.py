@@ -233,6 +233,8 @@ def test_rows_that_meet_at_one_expert_are_not_streamed():
     problem = Problem(tokens=6, hidden=5120, inter=1000, experts=128, top_k=1, quant="fp8_tensor", static_scale=True)
     streams = {routing: decide(problem, H200, None, Settings(routing=routing)).stream for routing in ("uniform", "hot")}
     assert streams == {"uniform": Stream.BOTH, "hot": Stream.NO}
+    few_here = replace(problem, tokens=1, top_k=8, experts=16, total_experts=128)  # one row of the eight
+    assert decide(few_here, H200).stream is Stream.BOTH
 
 
 def test_some_tens_of_rows_go_in_one_launch_where_nothing_was_measured():

@@ -195,7 +195,7 @@ def _rows_of(
     STORE: gl.constexpr,
 ):  # fmt: skip
     """(rows of y, factors) of 64 rows: scales that do not vary along K or the columns, and the router's weight on the
-    input; no factors where there are none."""
+    input."""
     row = gl.minimum(first + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE)), end - 1)
     slot = row
     if GATHER or SCATTER or (probs_ptr is not None):

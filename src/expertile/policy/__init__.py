@@ -172,7 +172,8 @@ def _plan(
 def _few(problem: Problem, routing: str) -> bool:
     """Whether streaming is the rule: few rows, and hardly two of them at one expert, whose weights it would read for
     each."""
-    apart = experts_hit(problem, routing) >= 0.9 * problem.rows
+    here = problem.rows_per_expert * problem.experts  # rows at experts of this rank
+    apart = experts_hit(problem, routing) >= 0.9 * here
     return 0 < problem.rows <= STREAM_ROWS and apart and not stream_reasons(problem)
 
 
