@@ -170,6 +170,11 @@ class Problem:
         return self.tokens * self.top_k
 
     @property
+    def local_rows(self) -> float:
+        """Routed rows at this rank's experts, expected under uniform routing."""
+        return self.rows_per_expert * self.experts
+
+    @property
     def w13_rows(self) -> int:
         return self.inter * (2 if self.activation.gated else 1)
 

@@ -145,36 +145,35 @@ def _plan(
 
     able = lambda entry: not unable(with_tiles(entry), hardware)
     entry = table.nearest(problem, hardware.name, routing, settings.tables, able)
-    measured = entry and with_tiles(entry)
-    few = _few(problem, routing)
-    ring = ring_by_rule(problem, hardware)
-    if measured and (((few or ring) and not entry.exact) or unable(measured, hardware)):
-        measured = None
+    measured = entry if entry and able(entry) else None
+    if not (measured and measured.exact) and (ruled := _by_rule(plan, hardware)):
+        return _priced(ruled, hardware, None, ruled.source)
     if measured:
-        plan = measured
-        fuse = (entry.fuse_quant or not entry.exact) and fused_quant(problem, entry.gemm1)
-        source = f"tiles measured for {entry.source}"
-    elif few:
-        gemm1, gemm2 = stream_tiles(problem)
-        plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH), False
-        source = f"streamed, as at most {STREAM_ROWS} routed rows are"
-    elif ring:
-        plan, fuse = replace(plan, gemm1=ring, gemm2=ring, stream=Stream.RING), False
-        source = "both products in one launch, as some tens of routed rows are"
+        plan = with_tiles(measured)
+        fuse = (measured.fuse_quant or not measured.exact) and fused_quant(problem, measured.gemm1)
+        source = f"tiles measured for {measured.source}"
     else:
         gemm1, gemm2 = choose_tiles(problem, hardware)
         plan, fuse = replace(plan, gemm1=gemm1, gemm2=gemm2), fused_quant(problem, gemm1)
         source = "tiles by rows an expert"
     plan = replace(plan, fuse_quant=fuse, pdl=True)
-    return _priced(plan, hardware, entry if measured else None, source)
+    return _priced(plan, hardware, measured, source)
 
 
-def _few(problem: Problem, routing: str) -> bool:
-    """Whether streaming is the rule: few rows, and hardly two of them at one expert, whose weights it would read for
-    each."""
-    here = problem.rows_per_expert * problem.experts  # rows at experts of this rank
-    apart = experts_hit(problem, routing) >= 0.9 * here
-    return 0 < problem.rows <= STREAM_ROWS and apart and not stream_reasons(problem)
+def _by_rule(plan: Plan, hardware: Hardware) -> Plan | None:
+    """What measured best for so few rows whatever the layer, where no table has it.
+
+    Streaming wants hardly two rows at one expert: it reads an expert's weights for each.
+    """
+    p = plan.problem
+    if 0 < p.rows <= STREAM_ROWS and experts_hit(p, plan.routing) >= 0.9 * p.local_rows and not stream_reasons(p):
+        gemm1, gemm2 = stream_tiles(p)
+        source = f"streamed, as at most {STREAM_ROWS} routed rows are"
+        return replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH, pdl=True, source=source)
+    if tile := ring_by_rule(p, hardware):
+        source = "both products in one launch, as some tens of routed rows are"
+        return replace(plan, gemm1=tile, gemm2=tile, stream=Stream.RING, pdl=True, source=source)
+    return None
 
 
 def _priced(plan: Plan, hardware: Hardware, entry: table.Entry | None, source: str) -> Plan:

@@ -49,8 +49,7 @@ def ring_by_rule(problem: Problem, hardware: Hardware) -> GemmConfig | None:
     that is hit is given, still are few. With one scale an expert or a row it was 1 to 9 % faster at any size, in 16 bit
     and with block scales only where rows of w13 are long: with block scales by 2 to 14 %, else 6 to 32 % slower.
     """
-    here = problem.rows_per_expert * problem.experts  # rows at experts of this rank
-    if not hardware.is_hopper or here < RING_ROWS or problem.tokens > RING_RULE_TOKENS:
+    if not hardware.is_hopper or problem.local_rows < RING_ROWS or problem.tokens > RING_RULE_TOKENS:
         return None
     block = problem.quant is Quant.FP8_BLOCK
     if (block or problem.quant is Quant.NONE) and problem.hidden < 4096:
