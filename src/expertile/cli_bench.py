@@ -117,6 +117,10 @@ def policy(
     from .runtime.backends import installed
 
     if judge is not None:
+        if problem or quant or tokens or against_default or out:
+            raise ExpertileError(
+                "--judge measures nothing: give neither --problem, --quant, --tokens, --out nor --against-default"
+            )
         typer.echo("\n".join(room.judgement(rows.read(judge))))
         return
     if against_default:

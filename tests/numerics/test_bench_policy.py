@@ -148,6 +148,20 @@ def written(tmp_path, ids, name="trace.json"):
     return path
 
 
+def test_to_judge_rows_measures_nothing_and_takes_no_other_option(tmp_path):
+    chosen = room.decide(named_problem("4096,704,128,8", 3072, "bf16"), H200).name
+    row = rows.make(
+        "policy", SHARED, impl="expertile", problem="4096,704,128,8", quant="bf16", tokens=3072, routing="uniform",
+        chosen=chosen, chosen_us=3.0, best="vllm-triton", best_us=2.0, regret=0.5,
+        times_us={"vllm-triton": 2.0, chosen: 3.0},
+    )  # fmt: skip
+    rows.write(path := tmp_path / "policy.jsonl", [row])
+    done = CliRunner().invoke(app, ["policy", "--judge", str(path)])
+    assert done.exit_code == 0 and "regret 50.00 % in the mean, 50.00 % at worst, 1 cells" in done.stdout
+    refused = CliRunner().invoke(app, ["policy", "--judge", str(path), "--tokens", "3"])
+    assert refused.exit_code != 0 and "--judge measures nothing" in str(refused.exception)
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.jsonl", "trace.pt"])
 def test_a_trace_is_replayed_token_by_token(tmp_path, name):
     ids = [[0, 1], [2, 3], [4, 0]]
