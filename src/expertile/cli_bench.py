@@ -157,7 +157,7 @@ def rope(
     impl: Annotated[
         str,
         typer.Option(
-            help="some of expertile,vllm-triton,torch-copy,expertile:unaligned,expertile:specialised,expertile:4-warps"
+            help="some of expertile,vllm-triton,torch-copy,expertile:unaligned,expertile:specialised,expertile:4x4 ..."
         ),
     ] = "expertile,vllm-triton,torch-copy",
     cold: Annotated[

@@ -3,7 +3,7 @@
 expertile              as it is called
 expertile:unaligned    strides of o passed as they are, not specialised: the compiler knows no alignment
 expertile:specialised  every argument specialised, as @triton.jit does by default
-expertile:4-warps      a token's head is a warp's, not all four of a program one's
+expertile:1x1 ...      programs of so many tokens by so many warps
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from . import rows
 from .peers.vllm import missing, vllm_session
 from .specialised import specialised
 
-OURS, UNALIGNED, SPECIALISED, WIDE = "expertile", "expertile:unaligned", "expertile:specialised", "expertile:4-warps"
+OURS, UNALIGNED, SPECIALISED = "expertile", "expertile:unaligned", "expertile:specialised"
+TILES = {f"expertile:{tile}x{warps}": (tile, warps) for tile, warps in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))}
 VLLM, COPY = "vllm-triton", "torch-copy"
 USUAL = (OURS, VLLM, COPY)
-IMPLEMENTATIONS = (*USUAL, UNALIGNED, SPECIALISED, WIDE)
+IMPLEMENTATIONS = (*USUAL, UNALIGNED, SPECIALISED, *TILES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +68,11 @@ def contenders(device: torch.device, names: Sequence[str] = USUAL) -> list[Conte
         OURS: Contender(OURS, here, _load_ours, lambda: plain),
         UNALIGNED: Contender(UNALIGNED, here, lambda: _launching(unit=1), lambda: plain),
         SPECIALISED: Contender(SPECIALISED, here, lambda: _launching(kernel=_specialised()), _specialised),
-        WIDE: Contender(WIDE, here, lambda: _launching(warps=4), lambda: plain),
         VLLM: Contender(theirs, missing(device), _load_vllm, _vllm_kernel, session=vllm_session),
         COPY: Contender(COPY, [], _load_copy, checked=False),
     }
+    for name, (tile, warps) in TILES.items():
+        known[name] = Contender(name, here, partial(_launching, tile=tile, warps=warps), lambda: plain)
     for name in names:
         if name not in known:
             raise ExpertileError(f"impl={name!r} is not known: use some of {', '.join(IMPLEMENTATIONS)}, or all")

@@ -128,27 +128,27 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
-def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit: int = UNIT, warps: int = 1) -> None:
-    """Of arguments that are known to fit. `kernel`, `unit`, `warps` differ only where their worth is measured."""
+def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit=UNIT, tile=TOKENS, warps=1) -> None:
+    """Of arguments that are known to fit. What has a default differs from it only where its worth is measured."""
     tokens, heads, _ = o.shape
     groups, _, padded = scales.shape
     if not tokens:
         return
-    constants, options = _constants(heads, groups, o.is_cuda, unit, warps)
-    kernel[(padded // TOKENS * heads,)](
+    constants, options = _constants(heads, groups, o.is_cuda, unit, tile, warps)
+    kernel[(padded // tile * heads,)](
         o, positions, cos_sin, out, scales, o.stride(0) // unit, o.stride(1) // unit, tokens, **constants, **options
     )
 
 
-def _constants(heads: int, groups: int, pdl: bool, unit: int = UNIT, warps: int = 1) -> tuple[dict, dict]:
+def _constants(heads: int, groups: int, pdl: bool, unit=UNIT, tile=TOKENS, warps: int = 1) -> tuple[dict, dict]:
     """The constexpr arguments of a launch, and its options."""
-    constants = dict(HEADS=heads, GROUPS=groups, TOKENS=TOKENS, UNIT=unit, PDL=pdl)
+    constants = dict(HEADS=heads, GROUPS=groups, TOKENS=tile, UNIT=unit, PDL=pdl)
     return constants, launch_options(pdl, num_warps=warps)
 
 
-def signature(heads: int, groups: int, positions="i64", pdl=True, unit: int = UNIT) -> Specialization:
+def signature(heads: int, groups: int, positions="i64", pdl=True, unit=UNIT, tile=TOKENS, warps=1) -> Specialization:
     """What fused_inv_rope_fp8_quant asks the compiler for, with any number of tokens."""
-    constants, options = _constants(heads, groups, pdl, unit)
+    constants, options = _constants(heads, groups, pdl, unit, tile, warps)
     pointers = dict(o_ptr="*bf16", cos_sin_ptr="*fp32", q_ptr="*fp8e4nv", scale_ptr="*fp32")
     types = dict(pointers, positions_ptr=f"*{positions}", stride_ot="i32", stride_oh="i32", tokens="i32")
     types |= dict.fromkeys(constants, "constexpr")
