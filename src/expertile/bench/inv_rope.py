@@ -99,7 +99,7 @@ def _cell(name: str, tokens: int, usable: Mapping, request: Request, setting: Se
         row = rows.make(
             BENCH, setting.shared, impl=contender, problem=name, quant=QUANT, tokens=tokens,
             time_us=round(timing.median, 3), floor_us=round(floor, 3), err=round(errors[contender], 6),
-            plan="4x512 w1" if is_ours(contender) else "", p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
+            plan="4x512 w4" if is_ours(contender) else "", p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
         )  # fmt: skip
         yield Outcome(contender, State.MEASURED, name, QUANT, tokens=tokens, row=row)
 

@@ -22,6 +22,7 @@ from .tiles import Specialization, gdc_launch_dependents, gdc_wait, launch_optio
 
 HEAD_DIM, ROPE_DIM, BLOCK = 512, 64, 128
 TOKENS = 4  # of a tile, and what a row of scales is rounded up to (16 bytes)
+WARPS = 4  # of a program: one takes a token
 UNIT = 8  # values of o in 16 bytes
 POSITION_DTYPES = {torch.int32: "i32", torch.int64: "i64"}
 
@@ -128,7 +129,7 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
-def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit=UNIT, tile=TOKENS, warps=1) -> None:
+def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit=UNIT, tile=TOKENS, warps=WARPS) -> None:
     """Of arguments that are known to fit. What has a default differs from it only where its worth is measured."""
     tokens, heads, _ = o.shape
     groups, _, padded = scales.shape
@@ -140,13 +141,13 @@ def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, un
     )
 
 
-def _constants(heads: int, groups: int, pdl: bool, unit=UNIT, tile=TOKENS, warps: int = 1) -> tuple[dict, dict]:
+def _constants(heads: int, groups: int, pdl: bool, unit=UNIT, tile=TOKENS, warps=WARPS) -> tuple[dict, dict]:
     """The constexpr arguments of a launch, and its options."""
     constants = dict(HEADS=heads, GROUPS=groups, TOKENS=tile, UNIT=unit, PDL=pdl)
     return constants, launch_options(pdl, num_warps=warps)
 
 
-def signature(heads: int, groups: int, positions="i64", pdl=True, unit=UNIT, tile=TOKENS, warps=1) -> Specialization:
+def signature(heads: int, groups: int, positions="i64", pdl=True, unit=UNIT, tile=TOKENS, warps=WARPS) -> Specialization:
     """What fused_inv_rope_fp8_quant asks the compiler for, with any number of tokens."""
     constants, options = _constants(heads, groups, pdl, unit, tile, warps)
     pointers = dict(o_ptr="*bf16", cos_sin_ptr="*fp32", q_ptr="*fp8e4nv", scale_ptr="*fp32")
