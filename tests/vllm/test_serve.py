@@ -156,9 +156,12 @@ def test_loads():
 def test_verdicts():
     near = serve_same.Difference(same=9, prompts=10, agreed=0.95, largest=0.01)
     far = serve_same.Difference(same=2, prompts=10, agreed=0.5, largest=2.0)
-    assert serve_same.Verdict(near, near, 3.0, 3.002).faults == []
-    assert "continuations agree over 0.50" in serve_same.Verdict(near, far, 3.0, 3.0).faults[0]
-    assert "+0.133%" in serve_same.Verdict(near, near, 3.0, 3.004).faults[0]
+    assert serve_same.Verdict(near, near, near, 3.0, 3.002, 0.02, 0.021).faults == []
+    assert serve_same.Verdict(near, far, far, 3.0, 3.0, 0.02, 0.02).faults == []
+    assert "continuations agree over 0.50" in serve_same.Verdict(near, near, far, 3.0, 3.0, 0.02, 0.02).faults[0]
+    assert "+0.133%" in serve_same.Verdict(near, near, near, 3.0, 3.004, 0.02, 0.02).faults[0]
+    assert "0.03 apart" in serve_same.Verdict(near, near, near, 3.0, 3.0, 0.02, 0.03).faults[0]
+    assert serve_same.apart([[-1.0, -2.0], [-3.0]], [[-1.0, -2.0], [-3.3]]) == 0.173205
     assert serve_same.loss([[-1.0, -2.0], [-3.0]]) == 2.0
 
 

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # built by nvcc at the first start, for minutes; greedy tokens need no sampler
 }  # fmt: skip
 GIB = 1 << 30
+#: Stock's other way of running a model: the same backends, roundings where no compiler fused them away.
+EAGER = 'stock-eager={"enforce_eager": true}'
 FORMATS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block")
 
 
@@ -107,7 +109,9 @@ def vllm_same(
     engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for both engines, as JSON")] = "{}",
     logs: Annotated[Path, typer.Option(help="what the engines print")] = Path("build/serve"),
 ):  # fmt: skip
-    """Greedy tokens, log-probabilities and loss of a trained model: ours against stock, and stock against itself."""
+    """Greedy tokens, log-probabilities and loss of a trained model: ours against stock, and stock against itself (in
+    other batches, and without torch.compile and CUDA graphs).
+    """
     from rich.console import Console
 
     console, good = Console(highlight=False), True
@@ -123,17 +127,23 @@ def vllm_same(
                 "load_format": "auto", "max_model_len": 2048, "max_num_batched_tokens": 2048, "dtype": "bfloat16",
                 "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}, **_json(engine),
             })  # fmt: skip
-            arms = [serve.parse_arm(serve.STOCK), serve.parse_arm(serve.OURS)]
+            arms = [serve.parse_arm(text) for text in (serve.STOCK, EAGER, serve.OURS)]
             processes = serve.start(arms, arguments, ENVIRONMENT, logs, False, console.print)
             try:
                 verdict = _compare(*processes, starts, windows, tokens)
             finally:
                 serve.stop(processes)
-        for what, found in (("stock, other batches", verdict.stock), ("ours", verdict.ours)):
+        for what, found in (
+            ("stock, other batches", verdict.stock), ("stock, eager", verdict.eager), ("ours", verdict.ours)
+        ):  # fmt: skip
             console.print(
                 f"{name}, {what}: {found.same} of {found.prompts} continuations the same, {found.agreed:.1%} of their "
                 f"length, log-probabilities within {found.largest:.4f}", markup=False,
             )  # fmt: skip
+        console.print(
+            f"{name}: log-probabilities of the text apart from stock's: {verdict.eager_apart} stock run eagerly, "
+            f"{verdict.ours_apart} ours"
+        )
         console.print(
             f"{name}: loss {verdict.stock_loss:.5f} stock, {verdict.ours_loss:.5f} ours ({verdict.loss_change:+.4%})"
         )
@@ -144,13 +154,15 @@ def vllm_same(
         raise typer.Exit(1)
 
 
-def _compare(stock, ours, starts, windows, tokens: int) -> serve_same.Verdict:
+def _compare(stock, eager, ours, starts, windows, tokens: int) -> serve_same.Verdict:
     together = stock.ask("continue_greedily", starts, tokens, len(starts))
     alone = stock.ask("continue_greedily", starts, tokens, max(1, len(starts) // 8))
-    found = ours.ask("continue_greedily", starts, tokens, len(starts))
-    losses = [serve_same.loss(process.ask("score", windows, 4)) for process in (stock, ours)]
+    others = [process.ask("continue_greedily", starts, tokens, len(starts)) for process in (eager, ours)]
+    scores = [process.ask("score", windows, 4) for process in (stock, eager, ours)]
+    batches, eager_found, ours_found = (serve_same.difference(together, found) for found in (alone, *others))
     return serve_same.Verdict(
-        serve_same.difference(together, alone), serve_same.difference(together, found), *losses
+        batches, eager_found, ours_found, serve_same.loss(scores[0]), serve_same.loss(scores[2]),
+        serve_same.apart(scores[0], scores[1]), serve_same.apart(scores[0], scores[2]),
     )  # fmt: skip
 
 

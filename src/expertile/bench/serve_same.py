@@ -47,14 +47,31 @@ def loss(scores: Sequence[Sequence[float]]) -> float:
     return -fmean(chance for text in scores for chance in text)
 
 
+def apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+    """Root mean square of how far the log-probabilities of the same tokens of the same texts are apart.
+
+    >>> apart([[-1.0, -2.0]], [[-1.0, -2.2]])
+    0.141421
+    """
+    pairs = (pair for first, second in zip(a, b, strict=True) for pair in zip(first, second, strict=True))
+    return round(fmean((one - other) ** 2 for one, other in pairs) ** 0.5, 6)
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """stock against itself in batches of another size, and ours against stock in the same batches."""
+    """Stock against itself (in batches of another size; without torch.compile and CUDA graphs) and ours against stock.
+
+    stock, eager, ours         greedy continuations: other batches, stock run eagerly, ours, each against stock
+    eager_apart, ours_apart    log-probabilities of a text's tokens, see `apart`
+    """
 
     stock: Difference
+    eager: Difference
     ours: Difference
     stock_loss: float
     ours_loss: float
+    eager_apart: float
+    ours_apart: float
     loss_bar: float = 0.001
 
     @property
@@ -63,14 +80,15 @@ class Verdict:
 
     @property
     def faults(self) -> list[str]:
-        """What is further apart than stock is from itself (a continuation parts where two tokens are equally likely, so
-        a tenth is granted); empty when nothing is.
+        """What is further apart than stock is from itself, by more than a tenth (a continuation parts where two tokens
+        are nearly equally likely); empty when nothing is.
         """
         found = []
-        if self.ours.agreed < self.stock.agreed - 0.1:
-            found.append(
-                f"continuations agree over {self.ours.agreed:.2f} of their length, stock's over {self.stock.agreed:.2f}"
-            )
+        agreed = min(self.stock.agreed, self.eager.agreed)
+        if self.ours.agreed < agreed - 0.1:
+            found.append(f"continuations agree over {self.ours.agreed:.2f} of their length, stock's over {agreed:.2f}")
+        if self.ours_apart > self.eager_apart * 1.1:
+            found.append(f"log-probabilities are {self.ours_apart} apart, stock's from its own {self.eager_apart}")
         if abs(self.loss_change) > self.loss_bar:
             found.append(f"the loss is {self.ours_loss:.5f}, stock's {self.stock_loss:.5f}: {self.loss_change:+.3%}")
         return found

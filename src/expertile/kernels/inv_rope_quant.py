@@ -129,7 +129,9 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 
-def launch(o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit=UNIT, tile=TOKENS, warps=WARPS) -> None:
+def launch(
+    o, positions, cos_sin, out, scales, kernel=_inv_rope_quant_kernel, unit=UNIT, tile=TOKENS, warps=WARPS
+) -> None:
     """Of arguments that are known to fit. What has a default differs from it only where its worth is measured."""
     tokens, heads, _ = o.shape
     groups, _, padded = scales.shape
@@ -147,7 +149,9 @@ def _constants(heads: int, groups: int, pdl: bool, unit=UNIT, tile=TOKENS, warps
     return constants, launch_options(pdl, num_warps=warps)
 
 
-def signature(heads: int, groups: int, positions="i64", pdl=True, unit=UNIT, tile=TOKENS, warps=WARPS) -> Specialization:
+def signature(
+    heads: int, groups: int, positions="i64", pdl=True, unit=UNIT, tile=TOKENS, warps=WARPS
+) -> Specialization:
     """What fused_inv_rope_fp8_quant asks the compiler for, with any number of tokens."""
     constants, options = _constants(heads, groups, pdl, unit, tile, warps)
     pointers = dict(o_ptr="*bf16", cos_sin_ptr="*fp32", q_ptr="*fp8e4nv", scale_ptr="*fp32")
