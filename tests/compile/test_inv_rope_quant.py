@@ -104,24 +104,25 @@ def test_it_reads_and_writes_16_bytes_at_a_time_and_spills_nothing(heads, groups
     made = compile_specialization(signature(heads, groups, positions))
     assert ".target sm_90a" in made.ptx
     assert made.spill_bytes == 0 and made.stack_bytes == 0
-    assert made.registers <= 104  # 19 warps of a multiprocessor, each with 4 KiB on their way
+    assert made.registers <= 40  # 48 warps of a multiprocessor or more, each with 1 KiB on their way
     loads = re.findall(r"\bLDG\.E(\.[\w.]+)?", made.sass)
     stores = re.findall(r"\bSTG\.E(\.[\w.]+)?", made.sass)
-    # Of a lane: 8 of x (4 tokens, 16 values each), 1 of the rotated part, cos and sin; and its token's position.
-    assert sorted(loads) == sorted([".128"] * 11 + [".64" if positions == "i64" else ""])
-    # 16 values of each token; 8 of the rotated part, of which there is no more; one scale.
-    assert sorted(stores) == sorted([".128"] * 4 + [".64", ""])
+    # Of a lane: 16 values of x, a pair of the rotated part, its cos and sin; and its token's position.
+    assert sorted(loads) == sorted([".128"] * 2 + ["", "", "", ".64" if positions == "i64" else ""])
+    # 16 values, the rotated pair, one scale.
+    assert sorted(stores) == sorted([".128", ".U16", ""])
     assert made.features["pdl_wait"] == made.features["pdl_launch"] == 1
 
 
 def test_without_units_the_compiler_knows_no_alignment():
     """What the units are for: a stride that is not specialised, passed as it is, leaves loads of 2 bytes."""
     sass = compile_specialization(signature(64, 8, unit=1)).sass
-    assert len(re.findall(r"\bLDG\.E\.U16", sass)) == 9 * 8 and len(re.findall(r"\bLDG\.E\.128", sass)) == 2
+    assert len(re.findall(r"\bLDG\.E\.U16", sass)) == 2 * 8 + 2 and "LDG.E.128" not in sass
 
 
 def test_what_waits_for_the_position_comes_after_the_loads_that_do_not():
     """Instructions are issued in order: cos and sin ahead of x would hold x back for the latency of one load."""
     sass = compile_specialization(signature(64, 8)).sass
-    order = re.findall(r"\b(LDG\.E\.128|LDG\.E\.64|BAR\.SYNC)", sass)
-    assert order[: order.index("BAR.SYNC")].count("LDG.E.128") == 9
+    order = re.findall(r"\b(LDG\.E(?:\.\d+)?|BAR\.SYNC)", sass)
+    before, after = order[: order.index("BAR.SYNC")], order[order.index("BAR.SYNC") :]
+    assert before.count("LDG.E.128") == 2 and after.count("LDG.E") == 2

@@ -3,9 +3,10 @@
     even' = even * cos + odd * sin        odd' = odd * cos - even * sin        in the last 64 of a head's 512 values
     scale = 2^ceil(log2(max(absmax, 1e-10) / 448)) of each 128 values          q = round(o' / scale)
 
-A program, one warp, takes four tokens of one head: what a row of scales is rounded up to, so the tokens that only pad
-are in a tile of some token that exists, and there is one launch. A lane holds 16 values of each token: two 16-byte
-loads, one 16-byte store; the rotated part has lanes of its own. The scale is made of the bits of absmax, exactly.
+A program, four warps, takes four tokens of one head: what a row of scales is rounded up to, so the tokens that only
+pad are in a tile of some token that exists, and there is one launch. A warp has a token, a lane 16 values of it: two
+16-byte loads, one 16-byte store; the rotated part is spread over all lanes once more. The scale is made of the bits of
+absmax, exactly.
 
 The number of tokens is the only argument that varies, and it is not specialised; what follows from it is computed here.
 Strides of o come in units of 16 bytes, so that the compiler knows the alignment without knowing the stride.

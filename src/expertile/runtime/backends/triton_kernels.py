@@ -24,6 +24,8 @@ def load(backend: Backend, weights: Weights, problem: Problem) -> Experts:
     alpha, limit = weights.activation.alpha, weights.activation.limit
 
     def run(x, ids, probs):
+        skipped = (ids < 0) | (ids >= total)  # their rows would be summed unwritten: they get an expert, and weight 0
+        ids, probs = ids.masked_fill(skipped, 0), probs.masked_fill(skipped, 0.0)
         routing, gather, scatter = calls.make_routing_data(ids, probs, total)
         return calls.triton_kernel_fused_experts(
             torch.empty_like(x), x, w13, w2, routing, gather, scatter, ids.shape[1], activation=activation,
