@@ -46,9 +46,14 @@ def call_inputs(tokens, seed):
     return x, ids.int(), probs
 
 
-def assert_close(got, want, weights):
+def errors(got, want):
+    return (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1).clamp(min=1e-9)
+
+
+def assert_close(error, weights):
+    """Of every row, and of many rows in the mean."""
     bar = BARS[weights.dtype] if weights.quant is Quant.NONE else FP8_BAR
-    error = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1).clamp(min=1e-9)
+    assert error.numel() >= 64
     assert error.square().mean().sqrt() <= bar.rms and error.max() <= bar.row, error
 
 
@@ -61,11 +66,13 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
     if why := reasons(backend, problem, detect(), installed()):
         pytest.skip("; ".join(why))
     with vllm.session():
+        found = []
         for tokens in (1, 7, 64):
             x, ids, probs = call_inputs(tokens, tokens)
             ids[0, 0] = -1
             got = expertile.moe(x, weights, ids, probs, backend=backend.value)
-            assert_close(got, expertile.moe(x, weights, ids, probs, backend="reference"), weights)
+            found.append(errors(got, expertile.moe(x, weights, ids, probs, backend="reference")))
+        assert_close(torch.cat(found), weights)
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):
             expertile.moe(x, weights, ids, probs, backend=backend.value, out=out)
@@ -74,7 +81,7 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
                 held.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
-            assert_close(out, expertile.moe(x, weights, ids, probs, backend="reference"), weights)
+            assert_close(errors(out, expertile.moe(x, weights, ids, probs, backend="reference")), weights)
 
 
 def test_weights_are_not_loaded_under_capture():

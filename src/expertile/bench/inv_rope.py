@@ -25,7 +25,7 @@ from ..runtime.measure import capture, interleave, pass_ms
 from . import check, rows
 from .cold import COLD
 from .cold import table as cold_table
-from .inv_rope_contenders import COPY, OURS, Call, Contender, bytes_moved
+from .inv_rope_contenders import COPY, OURS, Call, Contender, bytes_moved, plan
 from .runner import Outcome, Request, Setting, State, attempt
 from .table import is_ours
 
@@ -99,7 +99,7 @@ def _cell(name: str, tokens: int, usable: Mapping, request: Request, setting: Se
         row = rows.make(
             BENCH, setting.shared, impl=contender, problem=name, quant=QUANT, tokens=tokens,
             time_us=round(timing.median, 3), floor_us=round(floor, 3), err=round(errors[contender], 6),
-            plan="4x512 w4" if is_ours(contender) else "", p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
+            plan=plan(contender), p10_us=round(timing.p10, 3), p90_us=round(timing.p90, 3),
         )  # fmt: skip
         yield Outcome(contender, State.MEASURED, name, QUANT, tokens=tokens, row=row)
 

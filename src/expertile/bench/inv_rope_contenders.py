@@ -22,6 +22,7 @@ from ..reference_rope import BLOCK, HEAD_DIM, ROPE_DIM
 from . import rows
 from .peers.vllm import missing, vllm_session
 from .specialised import specialised
+from .table import is_ours
 
 OURS, UNALIGNED, SPECIALISED = "expertile", "expertile:unaligned", "expertile:specialised"
 TILES = {f"expertile:{tile}x{warps}": (tile, warps) for tile, warps in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))}
@@ -79,6 +80,16 @@ def contenders(device: torch.device, names: Sequence[str] = USUAL) -> list[Conte
     return [known[name] for name in names]
 
 
+def plan(name: str) -> str:
+    """`plan` of its rows: what a program takes, and its warps; empty for what is not ours.
+
+    >>> plan("expertile"), plan("expertile:4x1"), plan("torch-copy")
+    ('4x512 w4', '4x512 w1', '')
+    """
+    tile, warps = TILES.get(name, (inv_rope_quant.TOKENS, inv_rope_quant.WARPS))
+    return f"{tile}x{HEAD_DIM} w{warps}" if is_ours(name) else ""
+
+
 def bytes_moved(tokens: int, heads: int) -> int:
     """o read, q and scales written, and of each token its position and its cos and sin, once."""
     return tokens * (heads * (HEAD_DIM * 3 + HEAD_DIM // BLOCK * 4) + 8 + ROPE_DIM * 4)
@@ -126,4 +137,4 @@ def _load_copy():
     return lambda call: call.o.view(torch.uint8).view(-1)[: bytes_moved(*call.o.shape[:2]) // 2 // 16 * 16].clone()
 
 
-__all__ = ["Call", "Contender", "bytes_moved", "contenders"]
+__all__ = ["Call", "Contender", "bytes_moved", "contenders", "plan"]
