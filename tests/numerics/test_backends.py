@@ -18,6 +18,7 @@ from expertile.plans import Backend, Plan
 from expertile.policy.libraries import LIBRARIES
 from expertile.runtime import backends
 from expertile.runtime.backends import ADAPTERS, installed, module
+from expertile.runtime.backends.triton_kernels import distinct
 from expertile.runtime.torch_experts import torch_experts
 
 E, H, INTER, K, T = 6, 32, 16, 2, 5
@@ -127,3 +128,16 @@ def test_forced_by_a_call_where_it_is_not_installed_it_is_an_error(layer):
         pytest.skip("vllm is installed")
     with pytest.raises(UnsupportedProblem, match="vllm is not installed"):
         expertile.moe(x, weights, ids, probs, backend="vllm-triton", hardware=H200)
+
+
+@pytest.mark.parametrize("experts", [4, 6, 128])
+def test_no_expert_twice_and_the_same_sums(experts):
+    torch.manual_seed(1)
+    ids, probs = torch.randint(experts, (300, 4), dtype=torch.int32), torch.rand(300, 4)
+    ids[0], ids[1] = torch.tensor([3, 3, 3, 3]), torch.arange(4)
+    got, merged = distinct(ids, probs, experts)
+    assert got.dtype == ids.dtype and got.min() >= 0 and got.max() < experts
+    assert all(len(set(row)) == 4 for row in got.tolist())
+    sums = [torch.zeros(300, experts).scatter_add_(1, at.long(), by) for at, by in ((ids, probs), (got, merged))]
+    torch.testing.assert_close(*sums)
+    assert torch.equal(got[1], ids[1]) and torch.equal(merged[1], probs[1])

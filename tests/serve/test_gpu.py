@@ -39,18 +39,9 @@ BAD = [
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_behind_the_command_goes_on_after_bad_requests_and_clients_that_leave():
-    arguments = [
-        "--engine",
-        "vllm",
-        "--max-model-len",
-        "2048",
-        "--max-num-seqs",
-        "16",
-        "--kv-cache-memory-bytes",
-        "2000000000",
-    ]
+    limits = "--max-model-len 2048 --max-num-seqs 16 --kv-cache-memory-bytes 2000000000"
     sampler = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # its kernels are built by nvcc, for minutes
-    with Server(str(TINY), *arguments, environment=sampler) as server:
+    with Server(str(TINY), "--engine", "vllm", *limits.split(), environment=sampler) as server:
         server.wait_ready(300)
         assert "expertile takes" in server.log
         good = dict(prompt="import os", max_tokens=8, temperature=0)

@@ -106,7 +106,7 @@ def vllm_same(
     prompts: Annotated[int, typer.Option(help="prompts that are continued")] = 32,
     tokens: Annotated[int, typer.Option(help="tokens of a continuation")] = 64,
     texts: Annotated[int, typer.Option(help="windows of 512 tokens of eval.txt that are scored")] = 32,
-    engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for both engines, as JSON")] = "{}",
+    engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for every engine, as JSON")] = "{}",
     logs: Annotated[Path, typer.Option(help="what the engines print")] = Path("build/serve"),
 ):  # fmt: skip
     """Greedy tokens, log-probabilities and loss of a trained model: ours against stock, and stock against itself (in
