@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import expertile
-from expertile.bench.check import BARS, FP8_BAR
+from expertile import reference
+from expertile.bench.check import bar, dequantized, red, row_errors
 from expertile.plans import Backend
 from expertile.policy import reasons
-from expertile.problem import Quant, activation
+from expertile.problem import activation
 from expertile.runtime.backends import installed, vllm
 from expertile.runtime.device import detect
 
@@ -46,15 +47,12 @@ def call_inputs(tokens, seed):
     return x, ids.int(), probs
 
 
-def errors(got, want):
-    return (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1).clamp(min=1e-9)
-
-
-def assert_close(error, weights):
-    """Of every row, and of many rows in the mean."""
-    bar = BARS[weights.dtype] if weights.quant is Quant.NONE else FP8_BAR
-    assert error.numel() >= 64
-    assert error.square().mean().sqrt() <= bar.rms and error.max() <= bar.row, error
+def errors(got, x, weights, ids, probs):
+    """Against float64 with nothing but the weights quantised: how x and h are is a library's own choice (vLLM's
+    block scales of them are powers of two, ours are not).
+    """
+    exact = dequantized(weights, torch.arange(EXPERTS, device="cuda"))
+    return row_errors(got, reference.moe(x, exact, ids, probs))
 
 
 @pytest.mark.parametrize(
@@ -69,10 +67,10 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
         found = []
         for tokens in (1, 7, 64):
             x, ids, probs = call_inputs(tokens, tokens)
-            ids[0, 0] = -1
+            ids[0, 0], ids[-1, 2] = -1, ids[-1, 1]  # no expert; an expert twice
             got = expertile.moe(x, weights, ids, probs, backend=backend.value)
-            found.append(errors(got, expertile.moe(x, weights, ids, probs, backend="reference")))
-        assert_close(torch.cat(found), weights)
+            found.append(errors(got, x, weights, ids, probs))
+        assert red(torch.cat(found), bar(weights)) is None
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):
             expertile.moe(x, weights, ids, probs, backend=backend.value, out=out)
@@ -81,7 +79,7 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
                 held.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
-            assert_close(errors(out, expertile.moe(x, weights, ids, probs, backend="reference")), weights)
+            assert red(errors(out, x, weights, ids, probs), bar(weights)) is None
 
 
 def test_weights_are_not_loaded_under_capture():
