@@ -34,6 +34,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name):
+    if name == "guard":  # a room with names of its own
+        return import_module("expertile.guard")
     if name not in _HOME:
         raise AttributeError(f"module 'expertile' has no attribute {name!r}")
     return getattr(import_module(f"expertile.{_HOME[name]}"), name)

@@ -55,6 +55,12 @@ def errors(got, x, weights, ids, probs):
     return row_errors(got, reference.moe(x, exact, ids, probs))
 
 
+def assert_close(error, weights):
+    """Of every row, and of many rows in the mean."""
+    assert error.numel() >= 64
+    assert red(error, bar(weights)) is None
+
+
 @pytest.mark.parametrize(
     ("backend", "quant", "name"), [(backend, *each) for backend, layers in LAYERS.items() for each in layers], ids=str
 )
@@ -70,7 +76,7 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
             ids[0, 0], ids[-1, 2] = -1, ids[-1, 1]  # no expert; an expert twice
             got = expertile.moe(x, weights, ids, probs, backend=backend.value)
             found.append(errors(got, x, weights, ids, probs))
-        assert red(torch.cat(found), bar(weights)) is None
+        assert_close(torch.cat(found), weights)
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):
             expertile.moe(x, weights, ids, probs, backend=backend.value, out=out)
@@ -79,7 +85,7 @@ def test_a_library_computes_the_layer_and_can_be_captured(backend, quant, name):
                 held.copy_(new)
             graph.replay()
             torch.cuda.synchronize()
-            assert red(errors(out, x, weights, ids, probs), bar(weights)) is None
+            assert_close(errors(out, x, weights, ids, probs), weights)
 
 
 def test_weights_are_not_loaded_under_capture():

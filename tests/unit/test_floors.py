@@ -48,6 +48,12 @@ def test_a_plan_is_made_without_torch():
     assert not imported_with(statement) & {"torch", "triton", "numpy"}
 
 
+def test_the_guard_needs_no_import_of_its_own():
+    """As the README calls it."""
+    statement = "import expertile\nassert callable(expertile.guard.seal) and callable(expertile.guard.ready)"
+    assert not imported_with(statement) & {"torch", "triton", "numpy"}
+
+
 def test_every_public_name_exists():
     pytest.importorskip("torch")
     import expertile
