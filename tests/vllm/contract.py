@@ -237,12 +237,15 @@ def sums_are_left_as_they_are(tree):
 
 
 @claim
-def the_last_step_is_given_the_layers_output(tree):
-    """After the experts, with nothing between them where there are no other ranks: the call can wait for it."""
-    impl = tree[KERNEL].FusedMoEKernelModularImpl
-    assert "self.prepare_finalize.finalize(output, fused_out, " in impl._finalize.text
-    assert "self.fused_experts.finalize_weight_and_reduce_impl())" in impl._finalize.text
-    assert impl.apply.text.index("self._fused_experts(") < impl.apply.text.index("self._finalize(")
+def around_the_experts_alone_nothing_is_done(tree):
+    """Without other ranks: tokens are prepared by our flags alone, and the result is copied. call_experts_alone."""
+    impl, kernel = tree[KERNEL].FusedMoEKernelModularImpl, tree[KERNEL].FusedMoEKernel
+    taken = ["self", "hidden_states", "w1", "w2", "topk_ids", "topk_weights", "activation", "global_num_experts",
+             "expert_map", "apply_router_weight_on_input", "shared_experts", "shared_experts_input"]  # fmt: skip
+    assert impl.apply.arguments == taken
+    passed = ", ".join(f"{name}={name}" for name in [*taken[1:4], "topk_weights", "topk_ids", *taken[6:]])
+    assert f"return self.impl.apply({passed})" in kernel.apply.text
+    assert "if not self.prepare_finalize.supports_async():" in impl._prepare.text
     last = tree[MOE + "prepare_finalize/no_dp_ep.py"].MoEPrepareAndFinalizeNoDPEPModular.finalize
     assert len(last.node.body) == 2 and last.text.endswith(
         "weight_and_reduce_impl.apply(output=output, fused_expert_output=fused_expert_output, "

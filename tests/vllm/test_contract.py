@@ -44,7 +44,7 @@ CHANGES = [
     (MOE + "prepare_finalize/no_dp_ep.py", "a1 = a1 * topk_weights", "a1q = a1 * topk_weights",
      "router_weights_on_the_input_are_multiplied_in_by_vllm"),
     (MOE + "prepare_finalize/no_dp_ep.py", "            output=output,\n", "            output=None,\n",
-     "the_last_step_is_given_the_layers_output"),
+     "around_the_experts_alone_nothing_is_done"),
 ]  # fmt: skip
 
 

@@ -302,28 +302,45 @@ def test_parameters_that_are_exchanged_are_used():
     layers.check(found, layers.answer(x.bfloat16(), ids, probs, newer, silu), "none")
 
 
-def test_the_output_is_written_by_the_experts_not_copied(monkeypatch):
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+def test_the_experts_are_called_without_what_is_for_other_ranks(monkeypatch):
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 
-    def copy(*arguments, **options):
-        raise AssertionError("vLLM copies the output")
+    def around(*arguments, **options):
+        raise AssertionError("vLLM's modular kernel was asked")
 
-    monkeypatch.setattr(TopKWeightAndReduceNoOP, "apply", copy)
+    monkeypatch.setattr(mk.FusedMoEKernelModularImpl, "_prepare", around)
+    monkeypatch.setattr(mk.FusedMoEKernelModularImpl, "_allocate_buffers", around)
     layer, sizes = loaded(), Sizes()
     x, ids, probs = layers.routing(3, sizes)
     assert layers.run(layer, x.to(torch.bfloat16), ids, probs).shape == (3, sizes.hidden)
-    assert layer.quant_method.moe_kernel.fused_experts.waiting is None
 
 
-def test_other_ranks_get_what_the_experts_leave_in_the_workspace():
-    """What vLLM does next with the output of a rank is its affair: there the experts write where they are told."""
-    from expertile.plugins.vllm.experts import WriteOutput
+def test_both_ways_to_the_experts_give_the_same():
+    layer, sizes = loaded(), Sizes()
+    impl = layer.quant_method.moe_kernel.impl
+    x, ids, probs = layers.routing(5, sizes)
+    alone = layers.run(layer, x.to(torch.bfloat16), ids, probs)
+    del impl.apply  # what was put before the class's
+    assert torch.equal(layers.run(layer, x.to(torch.bfloat16), ids, probs), alone)
 
-    experts = loaded().quant_method.moe_kernel.fused_experts
-    assert isinstance(experts.finalize_weight_and_reduce_impl(), WriteOutput)
-    other = type(experts)(experts.moe_config, experts.quant_config)
-    other.write_output_of(object())
-    assert not isinstance(other.finalize_weight_and_reduce_impl(), WriteOutput)
+
+def test_other_ranks_keep_what_vllm_does_around_the_experts():
+    from expertile.plugins.vllm.experts import call_experts_alone
+
+    kernel = loaded().quant_method.moe_kernel
+    del kernel.impl.apply
+    kernel.impl.prepare_finalize = object()
+    call_experts_alone(kernel)
+    assert "apply" not in vars(kernel.impl)
+
+
+def test_padding_that_vllm_is_told_to_skip_goes_its_way(monkeypatch):
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+
+    if "VLLM_MOE_SKIP_PADDING" not in mk.FusedMoEKernelModularImpl._prepare.__code__.co_names:
+        pytest.skip("this vLLM has no padding to skip around the experts")
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "1")
+    assert "apply" not in vars(loaded().quant_method.moe_kernel.impl)
 
 
 def test_nothing_is_copied():

@@ -3,7 +3,8 @@
 Between a call and its kernels lies Python: checks, views of the scratch memory, tensor descriptors, Triton's binding
 and specialisation of every argument. For an engine that runs tens of layers a step this is time to first token
 whenever the step is no CUDA graph. All of it follows from the plan, strides, dtypes and alignments; what varies are
-addresses, so the compiled kernels are started with new ones.
+addresses, so the compiled kernels are started with new ones: by the CUDA driver directly where runtime/direct.py knows
+how, else by Triton.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+from .direct import Direct, Moving, direct
 
 MOST = 512  # recorded calls that are kept; the oldest goes
 
@@ -25,12 +31,14 @@ class Launch:
     arguments   in the kernel's order; those in `places` and `views` are filled in
     places      (position, source, bytes from the source's start)
     views       the same of tensor descriptors: (position, descriptor, source, bytes)
+    direct      the same launch as the driver takes it
     """
 
     start: Callable[..., None]
     arguments: Sequence[Any]
     places: Sequence[tuple[int, int, int]]
     views: Sequence[tuple[int, Any, int, int]]
+    direct: Direct | None = None
 
     def __call__(self, addresses: Sequence[int]) -> None:
         arguments = list(self.arguments)
@@ -47,10 +55,18 @@ class Recorded:
 
     plan: Any
     launches: Sequence[Launch]
+    lock: Any = field(default_factory=Lock)
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        for launch in self.launches:
-            launch(addresses)
+        if any(launch.direct is None for launch in self.launches) or _watched():
+            for launch in self.launches:
+                launch(addresses)
+            return
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        with self.lock:
+            for launch in self.launches:
+                if not launch.direct(addresses, stream):
+                    launch(addresses)  # by Triton, which says what is wrong or mends it: a thread without a context
 
 
 @dataclass(eq=False)
@@ -116,6 +132,12 @@ def _moved(view, address: int):
     return moved
 
 
+def _watched() -> bool:
+    """Whether a profiler wants to hear of launches, which Triton tells it."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
 def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
     kernel, compiled, grid, given, others = started
     names = getattr(kernel, "arg_names", None)
@@ -124,7 +146,7 @@ def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
     if any(name not in others for name in names[len(given) :]):
         return None  # the kernel has defaults, which only Triton binds
     arguments = [*given, *(others[name] for name in names[len(given) :])]
-    places, views = [], []
+    places, views, moving, given = [], [], {}, list(arguments)
     for position, argument in enumerate(arguments):
         tensor = getattr(argument, "base", argument) if _is_descriptor(argument) else argument
         if not isinstance(tensor, torch.Tensor):
@@ -134,13 +156,14 @@ def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
         if source is None:
             return None
         offset = address - ranges[source][0]
+        moving[position] = Moving(source, offset, address)
         if tensor is argument:
             places.append((position, source, offset))
         else:
             views.append((position, _moved(argument, 0), source, offset))  # else its tensor would live as long as this
         arguments[position] = None
     grid = (*grid, 1, 1)[:3]
-    return Launch(compiled[grid], arguments, places, views)
+    return Launch(compiled[grid], arguments, places, views, direct(compiled, grid, given, moving))
 
 
 def _is_descriptor(argument) -> bool:

@@ -3,21 +3,20 @@
 x comes as it is (expects_unquantized_inputs): the launch that sorts the routed rows quantises it. Scratch memory is
 vLLM's second workspace; the first shares memory with the output in some versions and is not asked for.
 
-vLLM gives experts a piece of its workspace to write to and copies that to the layer's output in its last step, "weight
-and reduce". Where nothing lies between, the call waits for that step and writes the output itself.
+Around them vLLM prepares tokens for other ranks, lends a piece of its workspace for the result and copies that to the
+layer's output. Where there are no other ranks nothing of it is needed: `call_experts_alone` writes the output at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
+import vllm.envs as envs
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...errors import UnsupportedProblem
 from ...plans import ALIGN
@@ -40,33 +39,12 @@ SCHEMES = (
 )
 
 
-class WriteOutput(TopKWeightAndReduceNoOP):
-    """The last step of a layer whose experts wait for it: they write its output."""
-
-    def __init__(self, experts: ExpertileExperts):
-        self.experts = experts
-
-    def apply(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input):
-        call, self.experts.waiting = self.experts.waiting, None
-        if call is None:  # no tokens came
-            return super().apply(
-                output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-            )  # fmt: skip
-        return call(out=fused_expert_output if output is None else output)
-
-
 class ExpertileExperts(mk.FusedMoEExpertsModular):
-    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew.
-
-    last_step   WriteOutput where vLLM has nothing to do between the experts and the output, else its own copy
-    waiting     the call that last_step makes
-    """
+    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew."""
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.weights: Weights | None = None
-        self.last_step = TopKWeightAndReduceNoOP()
-        self.waiting: Callable[..., torch.Tensor] | None = None
         self._planners: dict[tuple[int, int], Planner] = {}
 
     @staticmethod
@@ -126,12 +104,7 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         return False
 
     def finalize_weight_and_reduce_impl(self):
-        return self.last_step
-
-    def write_output_of(self, prepare_finalize) -> None:
-        """Tells the experts what vLLM does around them: without other ranks, nothing."""
-        if type(prepare_finalize) is MoEPrepareAndFinalizeNoDPEPModular:
-            self.last_step = WriteOutput(self)
+        return TopKWeightAndReduceNoOP()
 
     def prepare(self, w13, w2) -> Weights:
         """The layer's Weights, described now. ShapeError names what does not fit."""
@@ -151,19 +124,32 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
     def workspace_shapes(
         self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
     ):  # fmt: skip
-        """Nothing in the first; in the second a plan's buffers, then room for ids and weights in our dtypes."""
-        memory = self.planner(topk, global_num_experts).bytes(M) + 2 * _room(M, topk)
+        """Nothing in the first, ours is the second."""
+        memory = self.memory_bytes(M, topk, global_num_experts)
         return (0,), (-(-memory // self.moe_config.in_dtype.itemsize),), (M, K)
+
+    def memory_bytes(self, tokens: int, top_k: int, total_experts: int) -> int:
+        """A plan's buffers, then room for ids and weights in our dtypes."""
+        return self.planner(top_k, total_experts).bytes(tokens) + 2 * _room(tokens, top_k)
 
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
         a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
     ) -> None:  # fmt: skip
-        """output[t] = sum over j of topk_weights[t, j] * experts[topk_ids[t, j]](hidden_states[t]), or what will do it.
+        """output[t] = sum over j of topk_weights[t, j] * experts[topk_ids[t, j]](hidden_states[t]).
 
         Router weights on the input have been multiplied in by vLLM's prepare step: here they are ones.
         """
-        x = hidden_states
+        self.write(
+            output, hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
+            workspace2.view(torch.uint8), a1q_scale, apply_router_weight_on_input,
+        )  # fmt: skip
+
+    def write(
+        self, output, x, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map, memory, a1q_scale=None,
+        weights_are_ones=False,
+    ) -> None:  # fmt: skip
+        """`apply` with `memory` uint8 of memory_bytes."""
         if a1q_scale is not None or x.dtype != self.moe_config.in_dtype or not x.is_contiguous():
             scaled = "" if a1q_scale is None else " and a scale"
             raise UnsupportedProblem(
@@ -176,20 +162,49 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         process_seal().check()
         tokens, top_k = topk_ids.shape
         plans = self.planner(top_k, global_num_experts)
-        memory = workspace2.view(torch.uint8)
         room = _room(tokens, top_k)
         spare_ids, spare_probs = memory[-2 * room : -room], memory[-room:]
         ids = _as(topk_ids, torch.int32, spare_ids)
-        if apply_router_weight_on_input:
+        if weights_are_ones:
             probs = _view(spare_probs, topk_weights.shape, torch.float32).fill_(1.0)
         else:
             probs = _as(topk_weights, torch.float32, spare_probs)
-        workspace = Workspace(memory, plans.calls)
-        call = partial(run, plans.plan(tokens), x, weights, ids, probs, expert_map=expert_map, workspace=workspace)
-        if isinstance(self.last_step, WriteOutput):
-            self.waiting = call
-        else:
-            call(out=output)
+        run(
+            plans.plan(tokens), x, weights, ids, probs, output, expert_map=expert_map,
+            workspace=Workspace(memory, plans.calls),
+        )  # fmt: skip
+
+
+def call_experts_alone(kernel) -> None:
+    """Takes out what vLLM's modular kernel does around the experts, in Python and for every layer, if it is nothing.
+
+    It is where no other rank takes part; but for router weights on the input, and padding that is to be skipped.
+    """
+    skips = "VLLM_MOE_SKIP_PADDING" in mk.FusedMoEKernelModularImpl._prepare.__code__.co_names  # else the router does
+    if type(kernel.prepare_finalize) is not MoEPrepareAndFinalizeNoDPEPModular or (
+        skips and envs.VLLM_MOE_SKIP_PADDING
+    ):
+        return
+    experts, around = kernel.fused_experts, kernel.impl.apply
+
+    def apply(
+        hidden_states, w1, w2, topk_ids, topk_weights, *, global_num_experts=-1, expert_map=None,
+        apply_router_weight_on_input=False, **others,
+    ):  # fmt: skip
+        tokens, top_k = topk_ids.shape
+        if apply_router_weight_on_input or not tokens:
+            return around(
+                hidden_states, w1, w2, topk_ids, topk_weights, global_num_experts=global_num_experts,
+                expert_map=expert_map, apply_router_weight_on_input=apply_router_weight_on_input, **others,
+            )  # fmt: skip
+        total = w1.shape[0] if global_num_experts == -1 else global_num_experts
+        output = torch.empty_like(hidden_states)
+        need = experts.memory_bytes(tokens, top_k, total)
+        (memory,) = current_workspace_manager().get_simultaneous(((need,), torch.uint8))
+        experts.write(output, hidden_states, w1, w2, topk_weights, topk_ids, total, expert_map, memory)
+        return output
+
+    kernel.impl.apply = apply
 
 
 def _room(tokens: int, top_k: int) -> int:

@@ -16,7 +16,7 @@ from ...plans import Backend
 from ...policy import explain
 from ...warming import variants, warm
 from . import log
-from .experts import ExpertileExperts
+from .experts import ExpertileExperts, call_experts_alone
 from .formats import Format
 from .planner import Planner
 
@@ -45,7 +45,7 @@ def after_loading(method, layer) -> None:
     try:
         experts.prepare(layer.w13_weight, layer.w2_weight)
         compile_ahead(experts, layer)
-        experts.write_output_of(method.moe_kernel.prepare_finalize)
+        call_experts_alone(method.moe_kernel)
     except Exception:
         log.warning(
             "expertile gives %s back to vLLM (Triton): it failed while loading", layer.layer_name, exc_info=True
