@@ -109,6 +109,7 @@ def _stream_up_kernel(
     row, up = tile_weight_rows(block, N, GATED, INTERLEAVED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     w_tile = w_ptr + e * stride_we + row.to(tl.int64)[:, None] * stride_wn + k[None, :]
+    ahead = tl.load(w_tile, mask=(k < K)[None, :], other=0.0)  # on its way while x is scaled
     x_row = x_ptr + (slot // TOP_K).to(tl.int64) * stride_xm
     x_scale = tl.full((1,), 1.0, tl.float32)
     if MODE == "static":
@@ -119,8 +120,7 @@ def _stream_up_kernel(
     acc = tl.zeros((BLOCK_N,), tl.float32)
     part = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k0 in tl.static_range(0, K, BLOCK_K):
-        inside = k0 + k < K
-        w = tl.load(w_tile + k0, mask=inside[None, :], other=0.0)
+        inside, w = k0 + k < K, ahead
         x = tl.load(x_row + k0 + k, mask=inside, other=0.0).to(tl.float32)
         x, scale = _quantized(x[None, :], x_scale, MODE, 1, BLOCK_K)
         if QUANT == "fp8_block":
@@ -133,6 +133,8 @@ def _stream_up_kernel(
             acc += tl.sum(sums * w_scale * scale, 1)
         else:
             part += w.to(tl.float32) * x
+        if k0 + BLOCK_K < K:
+            ahead = tl.load(w_tile + k0 + BLOCK_K, mask=(k0 + BLOCK_K + k < K)[None, :], other=0.0)
     if QUANT != "fp8_block":
         acc = tl.sum(part, 1)
 
@@ -278,7 +280,18 @@ def _down_constants(product: Product, config: GemmConfig, experts: int, factor: 
 
 
 def stream_up(
-    x, w13, h, ids, config: GemmConfig, product: Product, *, expert_map=None, pdl=False, launch=launch, **tensors
+    x,
+    w13,
+    h,
+    ids,
+    config: GemmConfig,
+    product: Product,
+    *,
+    w2=None,
+    expert_map=None,
+    pdl=False,
+    launch=launch,
+    **tensors,
 ):
     """h[s] = activation(x[s // top_k] @ w13[e(s)].T) for every valid slot s; the others are left as they are.
 

@@ -9,7 +9,7 @@ how, else by Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
@@ -104,6 +104,9 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._recorded)
+
+    def __iter__(self) -> Iterator[Recorded]:
+        return iter(self._recorded.values())
 
 
 def span(tensor: torch.Tensor | None) -> int:
