@@ -280,18 +280,7 @@ def _down_constants(product: Product, config: GemmConfig, experts: int, factor: 
 
 
 def stream_up(
-    x,
-    w13,
-    h,
-    ids,
-    config: GemmConfig,
-    product: Product,
-    *,
-    w2=None,
-    expert_map=None,
-    pdl=False,
-    launch=launch,
-    **tensors,
+    x, w13, h, ids, config: GemmConfig, product: Product, *, expert_map=None, pdl=False, launch=launch, **tensors
 ):
     """h[s] = activation(x[s // top_k] @ w13[e(s)].T) for every valid slot s; the others are left as they are.
 

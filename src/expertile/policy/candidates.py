@@ -10,7 +10,7 @@ from ..plans import RING_TOKENS, Backend, GemmConfig, Plan, Stream
 from ..problem import Problem, Quant
 from .histogram import UNIFORM, mean_rows
 from .rules import stream_reasons, tile_reasons
-from .tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant, ring_tiles, stream_tiles
+from .tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant, more_stream_tiles, ring_tiles, stream_tiles
 
 STREAM_MOST = 64  # routed rows beyond which streaming is not even tried
 
@@ -20,9 +20,9 @@ def candidates(problem: Problem, hardware: Hardware, routing: str = UNIFORM) -> 
     base = Plan(problem, hardware.name, Backend.TRITON, pdl=True, sms=hardware.sms, routing=routing)
     found = []
     if problem.rows <= STREAM_MOST and not stream_reasons(problem):
-        up, down = stream_tiles(problem)
-        for warps in (8, 4):
-            found.append(replace(base, gemm1=replace(up, warps=warps), gemm2=down, stream=Stream.BOTH))
+        for up, down in more_stream_tiles(problem):
+            found.append(replace(base, gemm1=up, gemm2=down, stream=Stream.BOTH))
+        _, down = stream_tiles(problem)
         static = problem.static_scale
         for gemm1, _ in _pairs(problem, problem.rows_per_expert):
             if gemm1.block_m == 16 and not tile_reasons(gemm1, problem, hardware):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..hardware import Hardware
 from ..plans import RING_WARPS, GemmConfig
 from ..problem import BLOCK, Problem, Quant
@@ -23,12 +25,24 @@ def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
 
 
 def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
-    """(up, down): whole rows of 16 weights a block; of w2 as many columns as 32 KiB of registers hold."""
+    """(up, down): whole rows of 16 weights a block; of w2 as many columns as a block's registers hold.
+
+    From 8-bit w2 that is 64 KiB, from 16-bit w2 32: there more columns were slower on an H200 (2026-12-03).
+    """
     item = problem.dtype.bytes if problem.quant is Quant.NONE else 1
     chunk = min((2048 // item, 1024 // item, 512 // item), key=lambda size: -(-problem.hidden // size) * (size + 64))
     row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
-    columns = max(1, min(16, 32768 // row))
+    columns = max(1, min(16, 65536 // item // row))
     return GemmConfig(16, 16, chunk, 8, 1, True), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+
+
+def more_stream_tiles(problem: Problem) -> list[tuple[GemmConfig, GemmConfig]]:
+    """stream_tiles and what else won somewhere: fewer warps or shorter pieces of a row, half the columns."""
+    up, down = stream_tiles(problem)
+    short = replace(up, block_k=512, warps=4)
+    ups = dict.fromkeys((up, replace(up, warps=4), short, replace(short, block_n=32, warps=8)))
+    downs = (down, replace(down, block_n=max(1, down.block_n // 2), warps=4))
+    return [(up, down) for down in downs for up in ups]
 
 
 def ring_tiles(problem: Problem, hardware: Hardware) -> list[GemmConfig]:
@@ -88,4 +102,7 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
     return ladder[-1]
 
 
-__all__ = ["SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "ring_tiles", "stream_reasons", "stream_tiles"]
+__all__ = [
+    "SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "more_stream_tiles", "ring_tiles", "stream_reasons",
+    "stream_tiles",
+]  # fmt: skip
