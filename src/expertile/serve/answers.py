@@ -199,10 +199,6 @@ async def prompts_of(body: CompletionBody | ChatBody, model: LanguageModel) -> l
 def _encoded(model: LanguageModel, text: str, field: str, plain: bool) -> list[int]:
     if len(text) > model.longest_text:
         raise _too_long(field, f"{len(text)} characters", model)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{field}: it has half of a surrogate pair, which is no text", field) from None
     return model.encode(text, special=plain or not model.tokenizer.chat_template)
 
 

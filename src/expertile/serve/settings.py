@@ -55,8 +55,9 @@ class Settings:
                 raise ExpertileError(f"{name}={value}: give at least {lowest}")
         if self.port > 65535:
             raise ExpertileError(f"port={self.port}: give at most 65535")
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise ExpertileError("the API key must be ASCII text and not empty")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key == key.strip()):
+            raise ExpertileError("the API key must be ASCII text, not empty, with no space around it")
         if not (self.model / "config.json").is_file():
             raise ExpertileError(f"no model in {self.model}: config.json is not there; give the folder of a model")
         if not self.name:
