@@ -74,6 +74,7 @@ def test_the_key_guards_everything_that_computes_or_tells():
         (dict(quant="int4"), "quant='int4' is not known"),
         (dict(guard="loud"), "guard='loud' is not known"),
         (dict(max_seqs=0), "max_seqs=0: give at least 1"),
+        (dict(max_seqs=257), "max_seqs=257: the embedded engine takes at most 256"),
         (dict(port=70000), "port=70000"),
         (dict(api_key=""), "API key"),
         (dict(api_key=" "), "API key"),
