@@ -84,7 +84,7 @@ class Answer:
                 raise ApiError(499, "the client has gone away")
             work.result()
         except _Failed as error:
-            raise ApiError(500, str(error)) from None
+            raise ApiError(503 if engine.stopped else 500, str(error)) from None
         finally:
             gone.cancel()
             work.cancel()
@@ -133,7 +133,7 @@ class Answer:
                 yield self._line(choices=[], usage=self._usage(tokens).model_dump())
             yield "data: [DONE]\n\n"
         except _Failed as error:
-            yield f"data: {json.dumps(body_of(500, str(error)))}\n\n"
+            yield f"data: {json.dumps(body_of(503 if engine.stopped else 500, str(error)))}\n\n"
         finally:
             self._leave(engine)
 

@@ -15,7 +15,7 @@ from .. import __version__
 from . import errors, sagemaker
 from .answers import Answer, prompts_of
 from .errors import FAILS, ApiError, shown
-from .limits import ApiKey, BodyLimit, Counted, Head
+from .limits import ApiKey, BodyLimit, Counted, Cut, Head
 from .protocol import STREAMS, ChatBody, ChatCompletion, Completion, CompletionBody, Model, ModelList
 from .service import Service
 
@@ -43,6 +43,7 @@ def create_app(service: Service, on_failure=lambda: None) -> FastAPI:
     if settings.api_key is not None:
         prefixes = SECRET if settings.sagemaker else (*SECRET, "/invocations")
         app.add_middleware(ApiKey, key=settings.api_key, prefixes=prefixes)
+    app.add_middleware(Cut)
     routes = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/invocations", "/ping", "/health", "/metrics"}
     app.add_middleware(Counted, requests=service.metrics.requests, routes=frozenset(routes))
     app.add_middleware(Head)

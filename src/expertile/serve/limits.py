@@ -1,13 +1,14 @@
-"""What a route never sees: bodies that are too large, requests without the API key, HEAD."""
+"""What a route never sees: bodies that are too large, requests without the API key, HEAD, an end before the answer."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
-from .errors import body_of
+from .errors import ApiError, body_of, response_of
 
 #: Lists, objects and members of a body, as 10,000 messages have. Python reads 2 million in seconds, and all wait.
 MOST_MEMBERS = 32_768
@@ -89,6 +90,31 @@ class ApiKey:
                 )  # fmt: skip
                 return await answer(scope, receive, send)
         return await self.app(scope, receive, send)
+
+
+class Cut:
+    """ASGI middleware: 503 for a request that is cancelled, at the end of the server, before its answer has begun."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        begun = False
+
+        async def noted(message):
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not begun:
+                answer = response_of(ApiError(503, "the server is shutting down"))
+                answer.headers["Connection"] = "close"  # the rest of the request is not read
+                await answer(scope, receive, send)
 
 
 class Counted:

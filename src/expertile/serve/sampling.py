@@ -13,7 +13,7 @@ COLDEST = 1e-5  # temperatures below leave the likeliest token alone, as in vLLM
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 (below COLDEST) takes the likeliest token; top_p and top_k (0: all) keep likely ones; seed None: any."""
+    """temperature below COLDEST takes the likeliest token; top_p and top_k (0: all) keep likely ones; seed None: any"""
 
     temperature: float = 1.0
     top_p: float = 1.0
