@@ -1,6 +1,7 @@
 """How the server begins and ends: an address that cannot be had, and what is under way when the drain is over."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -11,39 +12,45 @@ import httpx
 import pytest
 from serve_process import TINY, Server, free_port
 
+from expertile.errors import ExpertileError
+from expertile.serve import server as server_module
+
 LONG = dict(prompt="import os", max_tokens=2000, ignore_eos=True)
 
 
-def started_and_ended(*arguments) -> str:
-    """The last line of a start that fails with exit code 2."""
-    command = [sys.executable, "-m", "expertile.cli", "serve", str(TINY), "--engine", "embedded", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
-
-
-def test_a_port_in_use_is_one_line():
+def test_a_port_in_use_is_one_line_and_exit_code_2():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = started_and_ended("--port", str(port))
-    assert said.startswith(f"expertile: cannot listen on http://127.0.0.1:{port}: address already in use;")
+        command = [
+            sys.executable,
+            "-m",
+            "expertile.cli",
+            "serve",
+            str(TINY),
+            "--engine",
+            "embedded",
+            "--port",
+            str(port),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"expertile: cannot listen on http://127.0.0.1:{port}: address already in use;")
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300, "::zz", "fe80::1%nowhere"])
-def test_a_host_that_is_not_here_is_one_line(host):
-    assert started_and_ended("--host", host, "--port", "0").startswith("expertile: cannot listen on http://")
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300, "::zz", "fe80::1%nowhere", "a\0b"])
+def test_a_host_that_is_not_here_is_refused(host):
+    with pytest.raises(ExpertileError, match="cannot listen on http://"):
+        server_module._listening(host, 0)
 
 
-def test_a_port_that_is_not_allowed_is_one_line(monkeypatch):
-    from expertile.errors import ExpertileError
-    from expertile.serve import server
-
+def test_a_port_that_is_not_allowed_is_refused(monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(ExpertileError, match=r"http://127\.0\.0\.1:80: permission denied"):
-        server._listening("127.0.0.1", 80)
+        server_module._listening("127.0.0.1", 80)
 
 
 def test_all_addresses_of_ipv6_are_served_and_the_url_has_brackets():
@@ -56,6 +63,22 @@ def test_all_addresses_of_ipv6_are_served_and_the_url_has_brackets():
         server.client = httpx.Client(base_url=f"http://[::1]:{port}", timeout=60)
         server.wait_ready()
         assert f"http://[::]:{port}" in server.log
+
+
+def test_ctrl_c_twice_ends_at_once():
+    with Server(str(TINY), "--max-seqs", "2") as server:
+        server.wait_ready()
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", LONG)))
+        asking.start()
+        while not server.metric("expertile_serve_running"):
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        asking.join()
+        assert answers[0].status_code == 503 and "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("seconds", [0, 1])

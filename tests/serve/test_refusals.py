@@ -183,6 +183,14 @@ def test_six_megabytes_of_lists_or_objects_stop_nobody(server, body):
         assert time.perf_counter() - started < 1
 
 
+@pytest.mark.parametrize("item", ["3", '""'])
+def test_more_values_than_any_prompts_have_are_not_read(server, item):
+    body = '{"prompt": [' + f"{item}," * 1_900_000 + f"{item}]}}"
+    started = time.perf_counter()
+    assert "values" in error(server_post(server, "/v1/completions", body.encode()), 400)["message"]
+    assert time.perf_counter() - started < 1
+
+
 def test_brackets_in_a_text_are_no_lists(server):
     body = dict(prompt="x", user='[]{}:\\"' * 50_000, max_tokens=1)
     assert server.post("/v1/completions", body).status_code == 200

@@ -177,7 +177,7 @@ async def _gone(request: Request) -> None:
 async def prompts_of(body: CompletionBody | ChatBody, model: LanguageModel) -> list[list[int]]:
     """Token ids of every prompt. ApiError 400 for one that cannot be."""
     if isinstance(body, ChatBody):
-        found = [await asyncio.to_thread(_encoded, model, _chat_text(body, model), "messages", False)]
+        found = [await asyncio.to_thread(lambda: _encoded(model, _chat_text(body, model), "messages", False))]
     else:
         if len(body.prompts) * (body.n or 1) > protocol.MOST_CHOICES:
             raise ApiError(400, f"prompt: n times the prompts is more than {protocol.MOST_CHOICES} choices", "prompt")
@@ -210,7 +210,8 @@ def _chat_text(body: ChatBody, model: LanguageModel) -> str:
     try:
         return model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, ValueError, TypeError) as error:
-        raise ApiError(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
+        why = " ".join(str(error).split())
+        raise ApiError(400, f"messages: the model's chat template refuses them: {why}", "messages") from None
 
 
 def _most_tokens(body: CompletionBody | ChatBody, prompt: int, context: int) -> int:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 log = logging.getLogger("expertile.serve")
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 #: What is said instead of the framework's own words.
-SAID = {"There was an error parsing the body": "the body is not JSON in UTF-8, or lists in it are nested too deeply"}
+SAID = {"There was an error parsing the body": "the body is no JSON in UTF-8, or too deep, or has too long a number"}
 UNIONS = {
     "prompt": "give a text, a list of token ids, or a list of either",
     "stop": "give a string or a list of strings",
@@ -90,7 +90,7 @@ def install(app: FastAPI) -> None:
 
 
 def _wrong_type(given: str | None) -> str:
-    what = f"Content-Type is {shown(given)!r}" if given else "there is no Content-Type"
+    what = f"Content-Type is '{shown(given)}'" if given else "there is no Content-Type"
     return f"{what}: send the body as application/json"
 
 

@@ -53,10 +53,13 @@ def _reason_against(body: bytes) -> str:
         return "the body is not JSON in UTF-8"  # UTF-16 is what Python would read too, and we would miscount
     if _members(body) <= MOST_MEMBERS and body.count(b",") <= MOST_VALUES:
         return ""
-    bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    strings = body.count(b'"') // 2
+    bare = b"" if strings > MOST_VALUES + MOST_MEMBERS else b"".join(body.split(b'"')[::2])
     if _members(bare) > MOST_MEMBERS:
         return f"the body has more than {MOST_MEMBERS} lists, objects and members"
-    return f"the body has more than {MOST_VALUES} values" if bare.count(b",") > MOST_VALUES else ""
+    values = max(bare.count(b","), strings - MOST_MEMBERS)
+    return f"the body has more than {MOST_VALUES} values" if values > MOST_VALUES else ""
 
 
 def _members(text: bytes) -> int:

@@ -57,6 +57,9 @@ class _Server(uvicorn.Server):
         end = asyncio.get_running_loop().call_later(self._service.settings.drain_seconds, self._service.cut)
         try:
             await super().shutdown(sockets)
+            if self.force_exit:  # a second Ctrl-C, after which uvicorn leaves the app as it is
+                self._service.cut()
+                await self.lifespan.shutdown()
         finally:
             end.cancel()
 
