@@ -65,6 +65,17 @@ def test_all_addresses_of_ipv6_are_served_and_the_url_has_brackets():
         assert f"http://[::]:{port}" in server.log
 
 
+@pytest.mark.parametrize("after", [0.0, 0.1, 0.3])
+def test_sigterm_while_the_model_is_loaded_is_a_clean_end(after):
+    with Server(str(TINY)) as server:
+        deadline = time.monotonic() + 60
+        while "expertile.serve: loading" not in server.log and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(after)
+        assert server.terminate() == 0, server.log
+        assert "Traceback" not in server.log
+
+
 def test_ctrl_c_twice_ends_at_once():
     with Server(str(TINY), "--max-seqs", "2") as server:
         server.wait_ready()

@@ -44,6 +44,12 @@ def serve(settings: Settings) -> None:
         raise service.failure
     if service.failure:
         raise SystemExit(1)
+    if service.state in (
+        "loading",
+        "warming",
+    ):  # in a thread amid others' code, which the interpreter's end would abort
+        logging.shutdown()
+        os._exit(0)
 
 
 class _Server(uvicorn.Server):
