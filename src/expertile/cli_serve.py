@@ -53,7 +53,7 @@ def serve(
     quant: Annotated[
         str, typer.Option(help="quantise 16-bit experts: none fp8_tensor fp8_channel fp8_block (embedded)")
     ] = "none",
-    max_seqs: Annotated[int, typer.Option(help="sequences computed at once (embedded)")] = 32,
+    max_seqs: Annotated[int, typer.Option(help="sequences computed at once, at most 256 (embedded)")] = 32,
     max_queue: Annotated[int, typer.Option(help="sequences that may wait; beyond, 429 (embedded)")] = 256,
     max_len: Annotated[int | None, typer.Option(help="most tokens of prompt and answer; default: up to 8192")] = None,
     prefill_chunk: Annotated[int, typer.Option(help="tokens of prompts taken in by a step (embedded)")] = 512,

@@ -139,6 +139,52 @@ def test_a_dry_run_prints_the_calls_without_secrets_and_makes_none(client, run, 
     assert left(client) == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hf_aBcDeFgHiJkLmNoPqRsT",
+        "Bearer abc",
+        "Authorization: bearer abc",
+        "Basic dXNlcjpw",
+        "AKIAIOSFODNN7EXAMPLE",
+        "id is ASIAIOSFODNN7EXAMPLE",
+        "https://user:pass@host/path",
+        "postgres://:pass@host",
+        "sk-proj-0123456789",
+        "ghp_0123456789abcdef",
+        "eyJhbGciOi.eyJzdWIi.x",
+        "-----BEGIN PRIVATE KEY-----",
+        '{"api_key": "abc"}',
+        "password=abc;x=1",
+        '["--api-key", "abc"]',
+        "--api-key abc",
+        "aws_secret_access_key = abc",
+        "https://glittering@host/x",
+    ],
+)
+def test_a_secret_is_known_by_its_value_too(value):
+    shown = calls(deployment(environment={"SM_VLLM_X": value}, tags={"x": value}))[0].shown()
+    found = json.loads(shown.split(" ", 1)[1])
+    assert found["PrimaryContainer"]["Environment"]["SM_VLLM_X"] == found["Tags"][0]["Value"] == "***"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "8192",
+        "s3://bucket/m/",
+        "https://host:8080/a@b",
+        "arn:aws:iam::123456789012:role/x",
+        "auto",
+        "the basics",
+        '{"max_new_tokens": 5}',
+    ],
+)
+def test_what_is_no_secret_is_shown(value):
+    shown = calls(deployment(environment={"SM_VLLM_X": value}))[0].shown()
+    assert json.loads(shown.split(" ", 1)[1])["PrimaryContainer"]["Environment"]["SM_VLLM_X"] == value
+
+
 def test_a_local_artefact_is_copied_first(client, run, tmp_path):
     boto3.client("s3").create_bucket(Bucket="bucket")
     (tmp_path / "m.tar.gz").write_bytes(b"x" * 1000)

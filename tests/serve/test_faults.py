@@ -31,6 +31,28 @@ def test_a_client_that_does_not_wait_for_its_answer_frees_the_slot(server):
     assert server.idle(5)
 
 
+def test_a_client_that_leaves_its_stream_before_the_first_token_frees_the_queue(server):
+    assert server.idle()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | dict(n=4, stream=True), timeout=30) as answer:
+        lines = answer.iter_lines()  # kept: the stream ends with it
+        assert answer.status_code == 200 and next(lines)
+        for path, body in (
+            ("/v1/completions", LONG),
+            ("/v1/chat/completions", dict(messages=[dict(role="user", content="x")])),
+        ):
+            with (
+                pytest.raises(httpx.ReadTimeout),
+                httpx.stream("POST", server.url + path, json=body | dict(stream=True), timeout=0.5) as waiting,
+            ):
+                list(waiting.iter_lines())
+            deadline = time.monotonic() + 3
+            while server.get("/status").json()["waiting"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            status = server.get("/status").json()
+            assert (status["running"], status["waiting"]) == (4, 0)
+    assert server.idle(5)
+
+
 def test_clients_that_leave_while_they_wait_free_the_queue(server):
     def leave(_):
         with pytest.raises(httpx.ReadTimeout):

@@ -1,5 +1,6 @@
 """What makes no sense is refused with 4xx, one sentence and the field's name, and the server goes on."""
 
+import json
 import time
 
 import httpx
@@ -57,12 +58,21 @@ BAD = [
     (dict(prompt="a " * 3000), "prompt"),
     (dict(prompt="a" * 4_000_000), "prompt"),
     (dict(prompt=["x"] * 129), "prompt"),
+    (dict(prompt=[[3]] * 129), "prompt"),
+    (dict(prompt="\ud800"), "prompt"),
+    (dict(prompt=["\ud800"]), "prompt"),
+    (dict(stop="\ud800"), "stop"),
+    (dict(stop=["a", "\ud800"]), "stop"),
+    (dict(model="\ud800"), "model"),
+    (dict(user="\ud800"), "user"),
+    (dict(stream=True, stream_options={"\ud800": 1}), "stream_options"),
 ]
 
 
 @pytest.mark.parametrize("change, field", BAD, ids=[f"{str(change)[:30]}" for change, _ in BAD])
 def test_parameters(server, change, field):
-    found = error(server.post("/v1/completions", dict(prompt="x", max_tokens=2) | change), 400)
+    body = json.dumps(dict(prompt="x", max_tokens=2) | change)  # httpx would send no half surrogate
+    found = error(server_post(server, "/v1/completions", body), 400)
     assert found["param"] == field and (field is None or found["message"].startswith(field))
     assert found["type"] == "invalid_request_error"
 
@@ -72,6 +82,13 @@ def test_parameters(server, change, field):
     [
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\udfff"}]}]}',
+        b'{"messages": [{"role": "\\udfff", "content": "x"}]}',
+        b'{"prompt": "keep quiet", "\\ud800": 1}',
+        b'{"prompt": "keep quiet", "messages": [], "\\ud800": 1}',
+        b'{"prompt": "keep quiet", "a\\nb": 1}',
+        '{"prompt": "x"}'.encode("utf-16"),
         b'{"prompt": "x", "temperature": NaN}',
         b'{"prompt": "x", "temperature": 1e999}',
         b'{"prompt": "x"',
@@ -87,14 +104,34 @@ def test_parameters(server, change, field):
 def test_bodies(server, body):
     for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
         error(server_post(server, path, body), 400)
+    assert "Traceback" not in server.log and "keep quiet" not in server.log
 
 
 def server_post(server, path, content, **headers) -> httpx.Response:
     return server.client.post(path, content=content, headers={"Content-Type": "application/json"} | headers, timeout=30)
 
 
-def test_a_form_is_no_json(server):
-    error(server.client.post("/v1/completions", data={"prompt": "x"}), 400)
+@pytest.mark.parametrize("given", ["text/plain", "application/x-www-form-urlencoded", "a" * 500, None], ids=str)
+def test_another_content_type_is_said(server, given):
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        answer = server.client.post(path, content=b'{"prompt": "x"}', headers={"Content-Type": given} if given else {})
+        message = error(answer, 400)["message"]
+        assert (given or "no Content-Type")[:60] in message and "application/json" in message
+
+
+def test_what_a_client_says_comes_back_short(server):
+    long = "x" * 100_000
+    for body, status in ((dict(model=long), 404), ({long: 1}, 400), (dict(max_tokens=int("9" * 4000)), 400)):
+        found = error(server.post("/v1/completions", dict(prompt="x") | body), status)
+        assert len(found["param"]) < 80
+    assert error(server.get(f"/v1/models/{long[:5000]}"), 404)
+
+
+@pytest.mark.parametrize("path", ["/ping", "/health"])
+def test_head_is_get_without_a_body(server, path):
+    answer = server.client.head(path)
+    assert answer.status_code == 200 and not answer.content
+    assert server.client.head("/v1/completions").status_code == 405
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -124,6 +161,39 @@ def test_a_million_mistakes_cost_no_more_than_one(server, body):
         error(server_post(server, path, body.encode()), 400)
         assert time.perf_counter() - started < 5
     assert server.resident_bytes - before < 400e6
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt": [' + "[], " * 1_490_000 + "[]]}",
+        '{"prompt": [' + "[[]], " * 990_000 + "[]]}",
+        '{"prompt": [' + ("[" * 900 + "]" * 900 + ",") * 3300 + "[]]}",
+        '{"prompt": "\\\\", "stop": [' + "[], " * 1_490_000 + "[]]}",
+        '{"prompt": "\\"[", "stop": [' + "[], " * 1_490_000 + "[]]}",
+        '{"messages": [' + '{"role":"user","content":""},' * 200_000 + "3]}",
+        '{"messages": [{' + ",".join(f'"{i}":1' for i in range(500_000)) + "}]}",
+    ],
+    ids=lambda body: body[:24],
+)
+def test_six_megabytes_of_lists_or_objects_stop_nobody(server, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        started = time.perf_counter()
+        assert "lists, objects and members" in error(server_post(server, path, body.encode()), 400)["message"]
+        assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("item", ["3", '""'])
+def test_more_values_than_any_prompts_have_are_not_read(server, item):
+    body = '{"prompt": [' + f"{item}," * 1_900_000 + f"{item}]}}"
+    started = time.perf_counter()
+    assert "values" in error(server_post(server, "/v1/completions", body.encode()), 400)["message"]
+    assert time.perf_counter() - started < 1
+
+
+def test_brackets_in_a_text_are_no_lists(server):
+    body = dict(prompt="x", user='[]{}:\\"' * 50_000, max_tokens=1)
+    assert server.post("/v1/completions", body).status_code == 200
 
 
 @pytest.mark.parametrize(

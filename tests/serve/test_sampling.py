@@ -54,3 +54,15 @@ def test_logits_that_are_no_numbers_raise():
     with pytest.raises(ValueError, match="not numbers"):
         Sampler(Sampling()).pick(torch.tensor([1.0, float("nan")]))
     assert Sampler(Sampling()).pick(torch.tensor([float("-inf"), 0.0])) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-45, 1e-8, 0.99e-5])
+def test_next_to_zero_is_as_zero_with_equals_too(temperature):
+    logits = torch.tensor([float("-inf"), -3.0, 7.0, 7.0, 6.999])
+    assert {Sampler(Sampling(temperature=temperature, seed=seed)).pick(logits) for seed in range(20)} == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4])
+def test_the_coldest_temperatures_draw_among_equals_only(temperature):
+    logits = torch.tensor([-3.0, 7.0, 7.0, 6.99])
+    assert {Sampler(Sampling(temperature=temperature, seed=seed)).pick(logits) for seed in range(40)} == {1, 2}

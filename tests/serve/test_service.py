@@ -48,16 +48,21 @@ def test_a_model_that_cannot_be_loaded_fails_the_service_with_its_reason():
 def test_the_key_guards_everything_that_computes_or_tells():
     client = TestClient(create_app(Service(Settings(TINY, api_key="secret"))))
     paths = ("/v1/models", "/v1/models/x", "/status")
-    for headers in ({}, {"Authorization": "secret"}, {"Authorization": "Bearer secretx"}, {"Authorization": "Bearer"}):
+    for headers in (
+        {},
+        {"Authorization": "secret"},
+        {"Authorization": "Bearer secretx"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic secret"},
+    ):
         assert {client.get(path, headers=headers).status_code for path in paths} == {401}
         for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
             answer = client.post(path, json=dict(prompt="x"), headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
-    assert (
-        client.post("/invocations", json=dict(prompt="x"), headers={"Authorization": "Bearer secret"}).status_code
-        == 503
-    )
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        headers = {"Authorization": f"{scheme} secret"}
+        assert client.post("/invocations", json=dict(prompt="x"), headers=headers).status_code == 503
     assert client.get("/").status_code == client.get("/metrics").status_code == 200
     assert "secret" not in repr(Settings(TINY, api_key="secret"))
 
@@ -69,8 +74,10 @@ def test_the_key_guards_everything_that_computes_or_tells():
         (dict(quant="int4"), "quant='int4' is not known"),
         (dict(guard="loud"), "guard='loud' is not known"),
         (dict(max_seqs=0), "max_seqs=0: give at least 1"),
+        (dict(max_seqs=257), "max_seqs=257: the embedded engine takes at most 256"),
         (dict(port=70000), "port=70000"),
         (dict(api_key=""), "API key"),
+        (dict(api_key=" "), "API key"),
     ],
 )
 def test_settings_that_make_no_sense(change, said):

@@ -17,6 +17,13 @@ _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/\S+")
 _VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+#: What a secret looks like wherever it stands: tokens by their beginnings, URLs with a user, a name with its value.
+_SECRET_VALUE = re.compile(
+    r"\bhf_\w{8}|\bsk-[\w-]{8}|\bgh[a-z]_\w{8}|\bgithub_pat_|\bglpat-|\bxox[a-z]-|\bnvapi-|\b(AKIA|ASIA)[A-Z0-9]{12}"
+    r"|\beyJ[\w-]+\.eyJ|-----BEGIN|\b(?i:bearer|basic)\s+\S|://[^/\s]*@"
+    r"|(?i:key|token|secret|password|passwd|credentials?)[\"']?\s*[=:]\s*\S"
+    r"|--?[\w-]*(?i:key|token|secret|password)[\"',\s]+\S"
+)
 LONGEST_VALUE = 1024
 STARTUP_S = 3600
 VARIANT = "default"
@@ -152,9 +159,10 @@ def _variant(deployment: Deployment) -> dict:
     return {**found, **({"InferenceAmiVersion": deployment.ami} if deployment.ami else {})}
 
 
-def _masked(value: Any, name: str = "") -> Any:
+def _masked(value: Any, name: str = "", of: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {key: _masked(each, key) for key, each in value.items()}
+        return {key: _masked(each, key, of=name) for key, each in value.items()}
     if isinstance(value, list):
         return [_masked(each) for each in value]
-    return "***" if isinstance(value, str) and name.isupper() and _SECRET.search(name) else value
+    named = of == "Environment" and _SECRET.search(name)
+    return "***" if isinstance(value, str) and (named or _SECRET_VALUE.search(value)) else value

@@ -12,6 +12,7 @@ errors       whatever goes wrong, in OpenAI's shape
 limits       size of bodies, API key
 engine       the step loop: prompts are filled in, everybody's next token is computed in one batch
 sequences    one choice of one request on its way through the engine
+checkpoint   what is looked at before a checkpoint is served
 model        weights, tokenizer, and the forward pass of a step
 cache        keys and values of all sequences
 sampling     logits -> next tokens

@@ -84,7 +84,7 @@ class Answer:
                 raise ApiError(499, "the client has gone away")
             work.result()
         except _Failed as error:
-            raise ApiError(500, str(error)) from None
+            raise ApiError(503 if engine.stopped else 500, str(error)) from None
         finally:
             gone.cancel()
             work.cancel()
@@ -133,7 +133,7 @@ class Answer:
                 yield self._line(choices=[], usage=self._usage(tokens).model_dump())
             yield "data: [DONE]\n\n"
         except _Failed as error:
-            yield f"data: {json.dumps(body_of(500, str(error)))}\n\n"
+            yield f"data: {json.dumps(body_of(503 if engine.stopped else 500, str(error)))}\n\n"
         finally:
             self._leave(engine)
 
@@ -177,7 +177,7 @@ async def _gone(request: Request) -> None:
 async def prompts_of(body: CompletionBody | ChatBody, model: LanguageModel) -> list[list[int]]:
     """Token ids of every prompt. ApiError 400 for one that cannot be."""
     if isinstance(body, ChatBody):
-        found = [await asyncio.to_thread(_encoded, model, _chat_text(body, model), "messages", False)]
+        found = [await asyncio.to_thread(lambda: _encoded(model, _chat_text(body, model), "messages", False))]
     else:
         if len(body.prompts) * (body.n or 1) > protocol.MOST_CHOICES:
             raise ApiError(400, f"prompt: n times the prompts is more than {protocol.MOST_CHOICES} choices", "prompt")
@@ -199,10 +199,6 @@ async def prompts_of(body: CompletionBody | ChatBody, model: LanguageModel) -> l
 def _encoded(model: LanguageModel, text: str, field: str, plain: bool) -> list[int]:
     if len(text) > model.longest_text:
         raise _too_long(field, f"{len(text)} characters", model)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{field}: it has half of a surrogate pair, which is no text", field) from None
     return model.encode(text, special=plain or not model.tokenizer.chat_template)
 
 
@@ -214,7 +210,8 @@ def _chat_text(body: ChatBody, model: LanguageModel) -> str:
     try:
         return model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, ValueError, TypeError) as error:
-        raise ApiError(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
+        why = " ".join(str(error).split())
+        raise ApiError(400, f"messages: the model's chat template refuses them: {why}", "messages") from None
 
 
 def _most_tokens(body: CompletionBody | ChatBody, prompt: int, context: int) -> int:

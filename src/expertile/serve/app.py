@@ -14,8 +14,8 @@ from fastapi.staticfiles import StaticFiles
 from .. import __version__
 from . import errors, sagemaker
 from .answers import Answer, prompts_of
-from .errors import FAILS, ApiError
-from .limits import ApiKey, BodyLimit, Counted
+from .errors import FAILS, ApiError, shown
+from .limits import ApiKey, BodyLimit, Counted, Cut, Head
 from .protocol import STREAMS, ChatBody, ChatCompletion, Completion, CompletionBody, Model, ModelList
 from .service import Service
 
@@ -43,8 +43,10 @@ def create_app(service: Service, on_failure=lambda: None) -> FastAPI:
     if settings.api_key is not None:
         prefixes = SECRET if settings.sagemaker else (*SECRET, "/invocations")
         app.add_middleware(ApiKey, key=settings.api_key, prefixes=prefixes)
+    app.add_middleware(Cut)
     routes = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/invocations", "/ping", "/health", "/metrics"}
     app.add_middleware(Counted, requests=service.metrics.requests, routes=frozenset(routes))
+    app.add_middleware(Head)
     sagemaker.install(app, service, lambda body, request: _answer(service, body, request))
     return app
 
@@ -60,7 +62,7 @@ async def _answer(service: Service, body: CompletionBody | ChatBody, request: Re
 
 
 def _unknown(name: str, served: str) -> ApiError:
-    return ApiError(404, f"model: {name!r} is not served here, {served!r} is", "model", "model_not_found")
+    return ApiError(404, f"model: '{shown(name)}' is not served here, {served!r} is", "model", "model_not_found")
 
 
 def _openai(app: FastAPI, service: Service) -> None:

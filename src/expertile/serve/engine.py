@@ -57,6 +57,11 @@ class Engine:
     def running(self) -> int:
         return len(self.active) + (self.filling is not None)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether no request is taken any more, and those under way have failed by no fault of theirs."""
+        return bool(self.broken) or self._stopping
+
     def start(self) -> None:
         self._thread.start()
 
@@ -71,7 +76,7 @@ class Engine:
     def submit(self, sequences: list[Sequence]) -> None:
         """All of them or none. QueueFull when they do not fit, EngineStopped when there is no engine any more."""
         with self._lock:
-            if self.broken or self._stopping:
+            if self.stopped:
                 raise EngineStopped(self.broken or "the server is shutting down")
             free = self.slots - self.running
             if len(self.waiting) + len(sequences) > self.max_queue + max(0, free):

@@ -13,12 +13,14 @@ from starlette.exceptions import HTTPException
 log = logging.getLogger("expertile.serve")
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 #: What is said instead of the framework's own words.
-SAID = {"There was an error parsing the body": "the body is not JSON in UTF-8"}
+SAID = {"There was an error parsing the body": "the body is no JSON in UTF-8, or too deep, or has too long a number"}
 UNIONS = {
     "prompt": "give a text, a list of token ids, or a list of either",
     "stop": "give a string or a list of strings",
     "content": "give a text, or a list of parts of type text",
 }
+TAGS = ("body", "chat", "completion", "text", "ids", "texts", "lists")  # of unions: no part of a field's path
+LONGEST_NAME, LONGEST_MESSAGE = 64, 280  # characters of what a client hears back of its own words, and of a sentence
 
 
 class ErrorDetail(BaseModel):
@@ -47,7 +49,15 @@ class ApiError(Exception):
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
 
+def shown(text: str) -> str:
+    """A client's own words as an answer may repeat them: on one line, encodable, short."""
+    words = repr(text[: LONGEST_NAME + 1])[1:-1]
+    return f"{words[:LONGEST_NAME]}..." if len(words) > LONGEST_NAME else words
+
+
 def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]}..."
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
 
@@ -65,6 +75,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError):
+        if isinstance(error.body, bytes) and error.body:  # it was not read as JSON
+            return response_of(ApiError(400, _wrong_type(request.headers.get("content-type"))))
         return JSONResponse(body_of(400, *_first_mistake(error)), 400)
 
     @app.exception_handler(HTTPException)
@@ -77,11 +89,18 @@ def install(app: FastAPI) -> None:
         return JSONResponse(body_of(500, "internal error; the server's log has the details"), 500)
 
 
+def _wrong_type(given: str | None) -> str:
+    what = f"Content-Type is '{shown(given)}'" if given else "there is no Content-Type"
+    return f"{what}: send the body as application/json"
+
+
 def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
     """A sentence, and the field that it is about."""
-    mistake = error.errors()[0]
-    path = [str(part) for part in mistake["loc"] if part not in ("body", "chat", "completion")]
-    field, kind = path[0] if path else None, mistake["type"]
+    mistakes = error.errors()
+    field = next(iter(_path(mistakes[0])), None)
+    about = [each for each in mistakes if next(iter(_path(each)), None) == field]  # of a union one for each kind
+    mistake = next((each for each in about if not each["type"].endswith("_type")), about[0])
+    path, kind = _path(mistake), mistake["type"]
     if kind == "json_invalid":
         return f"the body is not valid JSON: {mistake.get('ctx', {}).get('error', 'it cannot be parsed')}", None
     if kind == "stranger":
@@ -98,6 +117,12 @@ def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
     return f"{field}: {union if union and kind.endswith('_type') else _message(mistake)}", field
 
 
+def _path(mistake: dict) -> list[str]:
+    return [str(part) for part in mistake["loc"] if part not in TAGS and "[" not in str(part)]
+
+
 def _message(mistake: dict) -> str:
+    if mistake["type"] == "too_long":
+        return f"give at most {mistake['ctx']['max_length']}"
     text = mistake["msg"].removeprefix("Value error, ")
     return text[:1].lower() + text[1:]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from ..errors import UnsupportedProblem
+from ..errors import ExpertileError, UnsupportedProblem
 from ..plugins import transformers as plugin
 from ..problem import Problem, Quant
 from ..runtime.device import detect
 from ..warming import turning_points
 from .cache import SlotCache, causal_mask
+from .checkpoint import check_files, check_tensors, in_words, load_tokenizer
 from .settings import LARGEST_CONTEXT, Settings
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -49,17 +50,26 @@ class LanguageModel:
         Raises    UnsupportedProblem, with the reason, for a model that cannot be served
         """
         disable_progress_bar()
+        check_files(settings.model)
         trust = dict(trust_remote_code=settings.trust_remote_code, local_files_only=True)
+        device = device or ("cuda" if detect().is_hopper else "cpu")
         try:
             config = AutoConfig.from_pretrained(settings.model, **trust)
-            tokenizer = AutoTokenizer.from_pretrained(settings.model, **trust)
-            network = AutoModelForCausalLM.from_pretrained(
-                settings.model, config=config, dtype=settings.dtype, use_safetensors=True, **trust
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UnsupportedProblem(f"{settings.model} cannot be loaded: {_first_sentence(error)}") from error
-        device = device or ("cuda" if detect().is_hopper else "cpu")
-        return cls(plugin.use(network.to(device).eval(), settings.quant), tokenizer, settings)
+            tokenizer = load_tokenizer(settings.model, **trust)
+            network, info = AutoModelForCausalLM.from_pretrained(
+                settings.model, config=config, dtype=settings.dtype, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True, **trust,
+            )  # fmt: skip
+            check_tensors(settings.model, info)
+            model = cls(plugin.use(network.to(device).eval(), settings.quant), tokenizer, settings)
+            model.step(0, [[0]], [0])  # what of config.json does not fit together may show only here
+        except ExpertileError:
+            raise
+        except Exception as error:  # files from elsewhere lead others' code to any
+            raise UnsupportedProblem(
+                f"{settings.model} cannot be loaded: {in_words(error)}; {_advice(error)}"
+            ) from error
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -107,6 +117,10 @@ class LanguageModel:
 
 def _context(config, wanted: int | None) -> int:
     longest = getattr(config, "max_position_embeddings", None) or LARGEST_CONTEXT
+    if longest < 2:
+        raise UnsupportedProblem(
+            f"max_position_embeddings={longest} in config.json: a prompt and an answer are 2 tokens"
+        )
     if wanted is not None and wanted > longest:
         raise UnsupportedProblem(f"max_len={wanted}: the model's context is {longest} tokens")
     return wanted or min(longest, LARGEST_CONTEXT)
@@ -132,8 +146,10 @@ def _windows(config) -> dict[str, int | None]:
     return {"full_attention": None if kinds else window}
 
 
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].removesuffix(".") or type(error).__name__
+def _advice(error: Exception) -> str:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return "give less --max-seqs or --max-len, if config.json is right"
+    return "config.json, tokenizer and weights must be whole and of one model"
 
 
 def warm_up(model: LanguageModel, max_tokens: int) -> None:

@@ -8,13 +8,16 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from .errors import shown
 from .sampling import LARGEST_SEED, Sampling
 
 MOST_CHOICES = 128  # n times the number of prompts
@@ -32,6 +35,15 @@ def _only_zero(value: float) -> float:
 Penalty = Annotated[float, AfterValidator(_only_zero), WithJsonSchema({"type": "number", "enum": [0]})]
 
 
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a surrogate pair, which is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
 Item = TypeVar("Item")
 Few = Annotated[
     list[Item], Field(fail_fast=True)
@@ -41,14 +53,14 @@ Few = Annotated[
 class Body(BaseModel):
     """A parameter that would be ignored is refused by name instead."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
     def _no_stranger(cls, data):
         stranger = next((key for key in data if key not in cls.model_fields), None) if isinstance(data, dict) else None
         if stranger is not None:  # here, not by extra="forbid", which would list every one of them
-            raise PydanticCustomError("stranger", "it is not a parameter of this endpoint", {"name": stranger[:64]})
+            raise PydanticCustomError("stranger", "it is not a parameter of this endpoint", {"name": shown(stranger)})
         return data
 
 
@@ -59,20 +71,20 @@ class StreamOptions(Body):
 class Generation(Body):
     """What both kinds of request have in common. null is as good as absent."""
 
-    model: str | None = None
+    model: Text | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     seed: int | None = Field(None, ge=-LARGEST_SEED, le=LARGEST_SEED)
-    stop: str | Few[str] | None = None
+    stop: Text | Few[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    user: str | None = None
+    user: Text | None = None
 
     @field_validator("stop")
     @classmethod
@@ -111,10 +123,28 @@ class Generation(Body):
 TokenId = Annotated[int, Field(ge=0)]
 
 
+def _prompt_kind(prompt) -> str:
+    """By the first item alone: tried as each kind in turn, a long list would be gone through as often."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(prompt, list):
+        return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+    return "text"
+
+
+Several = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_CHOICES)]
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Few[TokenId], Tag("ids")]
+    | Annotated[Several[Text], Tag("texts")]
+    | Annotated[Several[Few[TokenId]], Tag("lists")],
+    Discriminator(_prompt_kind),
+]
+
+
 class CompletionBody(Generation):
     """POST /v1/completions. prompt: text or token ids, one or several."""
 
-    prompt: str | Few[TokenId] | Few[str] | Few[Few[TokenId]]
+    prompt: Prompt
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     logprobs: None = None
@@ -128,13 +158,13 @@ class CompletionBody(Generation):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Few[TextPart]
-    name: str | None = None
+    content: Text | Few[TextPart]
+    name: Text | None = None
 
     @property
     def text(self) -> str:

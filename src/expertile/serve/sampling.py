@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 LARGEST_SEED = 2**63 - 1
+COLDEST = 1e-5  # temperatures below leave the likeliest token alone, as in vLLM; to divide by 1e-310 gives no number
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 takes the likeliest token; top_p and top_k (0: all) keep the likeliest ones; seed None: any."""
+    """temperature below COLDEST takes the likeliest token; top_p and top_k (0: all) keep likely ones; seed None: any"""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,7 +33,7 @@ class Sampler:
         """A token id by logits [vocabulary], fp32, on any device. ValueError when they are no numbers."""
         if not logits.isfinite().any() or logits.isnan().any():
             raise ValueError("the model's logits are not numbers")
-        if self.sampling.temperature == 0:
+        if self.sampling.temperature < COLDEST:
             return int(logits.argmax())
         probs = _kept(torch.softmax(logits.cpu().double() / self.sampling.temperature, -1), self.sampling)
         race = torch.empty(len(probs), dtype=torch.float64).exponential_(generator=self._generator)

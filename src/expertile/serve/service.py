@@ -48,6 +48,11 @@ class Service:
         if self.guard:
             self.guard.unseal()
 
+    def cut(self) -> None:
+        """Ends what is under way, without waiting for it: everybody gets an error."""
+        if self.engine:
+            self.engine.stop(timeout=0)
+
     @property
     def ready(self) -> bool:
         return self.state == "ready" and not self.engine.broken

@@ -10,6 +10,7 @@ from ..errors import ExpertileError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTS = ("none", "fp8_tensor", "fp8_channel", "fp8_block")
 GUARDS = ("off", "count", "warn", "error")
+MOST_SEQS = 256  # a step draws one token after the other on the CPU: 5 ms each of 152 000, so 1.4 s for that many
 LARGEST_CONTEXT = 8192  # tokens, unless --max-len says otherwise: every slot of the cache has room for that many
 
 
@@ -55,8 +56,13 @@ class Settings:
                 raise ExpertileError(f"{name}={value}: give at least {lowest}")
         if self.port > 65535:
             raise ExpertileError(f"port={self.port}: give at most 65535")
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise ExpertileError("the API key must be ASCII text and not empty")
+        if self.max_seqs > MOST_SEQS:
+            raise ExpertileError(
+                f"max_seqs={self.max_seqs}: the embedded engine takes at most {MOST_SEQS}; others wait"
+            )
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key == key.strip()):
+            raise ExpertileError("the API key must be ASCII text, not empty, with no space around it")
         if not (self.model / "config.json").is_file():
             raise ExpertileError(f"no model in {self.model}: config.json is not there; give the folder of a model")
         if not self.name:
