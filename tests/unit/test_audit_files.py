@@ -214,7 +214,7 @@ def test_what_is_no_file_is_said_and_not_opened(tmp_path, target):
     done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=True)
     assert "not read" in done.stdout and "num_tokens varies" in done.stdout
     if target != "/dev/stdin":
-        with pytest.raises(ExpertileError, match="endless.py is a .*give files and folders"):
+        with pytest.raises(ExpertileError, match=r"endless.py is a .*give files and folders"):
             audit([place])
 
 
