@@ -318,7 +318,8 @@ def test_the_text_names_place_kernel_argument_cause_and_remedy(tmp_path):
 
 def test_the_json_has_a_fixed_form(tmp_path):
     made = json.loads(run(write(tmp_path, one=KERNEL + HOST + ERROR.replace("host", "other")), "--json").output)
-    assert list(made) == ["schema", "files", "kernels", "launches", "counts", "rules", "findings"]
+    assert list(made) == ["schema", "files", "kernels", "launches", "unfollowed", "counts", "rules", "findings"]
+    assert made["unfollowed"] == {"kernels": [], "launches": [], "hidden_arguments": 0}
     assert made["schema"] == 1 and made["counts"] == {"note": 0, "warning": 2, "error": 1, "suppressed": 0}
     for finding in made["findings"]:
         assert list(finding) == [

@@ -20,11 +20,14 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages.dist"}
 _COMMENT = re.compile(r"#\s*expertile:\s*ok\b[ \t:,-]*(?P<reason>.*?)\s*$")
 _JIT, _LIBRARY = re.compile(rb"\bjit\b"), re.compile(rb"triton|gluon")
 _LAUNCH, _NAME = re.compile(rb"\]\s*\("), re.compile(rb"[A-Za-z_]\w*", re.ASCII)
+_CALLED = re.compile(rb"([A-Za-z_]\w*)\s*\[([^\n]*?)\]\s*\(", re.ASCII)  # x[...](
+_GRID = re.compile(rb"grid|lambda|,", re.IGNORECASE)
+_SIGNATURE = re.compile(rb"\bdef\s+\w+\s*\(((?:[^()]|\([^()]*\))*)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file's bytes; none where no kernel and no launch can be in it, nor where it was not read, says `trouble`."""
+    """A file's bytes; none where it was not read, says `trouble`."""
 
     path: str
     data: bytes = b""
@@ -37,7 +40,16 @@ class Source:
 
     def may_launch(self, kernels: set[bytes]) -> bool:
         """Whether one of those kernels may be launched in it."""
-        return bool(_LAUNCH.search(self.data)) and not kernels.isdisjoint(_NAME.findall(self.data))
+        return bool(_LAUNCH.search(self.data)) and self.mentions(kernels)
+
+    @property
+    def may_hand_on(self) -> bool:
+        """Whether a parameter may be launched in it."""
+        called = {name for name, grid in _CALLED.findall(self.data) if b"kernel" in name or _GRID.search(grid)}
+        return bool(called) and not called.isdisjoint(_NAME.findall(b" ".join(_SIGNATURE.findall(self.data))))
+
+    def mentions(self, names: set[bytes]) -> bool:
+        return bool(names) and not names.isdisjoint(_NAME.findall(self.data))
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def read(path: Path) -> Source:
         data = path.read_bytes()
     except OSError as error:
         return Source(shown, trouble=f"cannot be read: {_reason(error)}")
-    return Source(shown, data if _JIT.search(data) or _LAUNCH.search(data) else b"")
+    return Source(shown, data)
 
 
 def _kind(mode: int) -> str:
