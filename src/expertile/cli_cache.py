@@ -15,7 +15,7 @@ app = typer.Typer(
 
 FILE = Annotated[Path, typer.Argument(help="the packed cache")]
 MOST_TOKENS = 1 << 20
-FOLDER = Annotated[Path | None, typer.Option(help="default: Triton's own, TRITON_CACHE_DIR or ~/.triton/cache")]
+FOLDER = Annotated[str | None, typer.Option(help="default: Triton's own, TRITON_CACHE_DIR or ~/.triton/cache")]
 
 
 @app.command()

@@ -28,11 +28,8 @@ def watch(
     Ready is the first of: a line of output, a time, a call of expertile.guard.ready() in the program. Child processes
     are watched too. The exit code is the program's.
     """
-    from .guard.sealing import MODES
     from .guard.watcher import watch as run
 
-    if mode not in MODES:
-        raise ExpertileError(f"mode={mode!r} is not known: use one of {', '.join(MODES)}")
     if out is not None:
         _try(out)
     watched = run(command, mode=mode, ready_line=ready_line, ready_after=ready_after)

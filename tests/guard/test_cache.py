@@ -296,6 +296,16 @@ def test_what_is_nested_too_deeply_is_refused(packed, tmp_path, monkeypatch, mem
         verify(packed)
 
 
+def test_an_empty_folder_name_is_not_this_folder_and_a_target_is_no_text(packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ExpertileError, match="cache_dir='': name a folder"):
+        unpack(packed, "")
+    assert files(tmp_path) == before
+    with pytest.raises(ExpertileError, match=r"target='cuda 90': give one as GPUTarget"):
+        pack(tmp_path / "other.cache", target="cuda 90")
+
+
 def test_only_a_file_is_replaced(packed, tmp_path):
     fifo, link, loop = tmp_path / "fifo", tmp_path / "link", tmp_path / "loop"
     os.mkfifo(fifo)
@@ -450,6 +460,8 @@ def test_the_command_line_compiles_a_layer_packs_verifies_and_unpacks_it(tmp_pat
         (("--quant", "bf16", "--max-tokens", "64"), "quant='bf16', max_tokens=64: of a layer"),
         (("--device", "h200"), "device='h200'"),
         (("--static-scale",), "static_scale"),
+        (("--cache-dir", ""), "cache_dir='': name a folder"),
+        (("--cache-dir", "x" * 5000), "cannot read xxx"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip

@@ -1,5 +1,8 @@
 """`warm` compiles from declarations alone, and the launches that follow compile nothing."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import guard_driver
@@ -162,6 +165,13 @@ def test_a_declaration_that_contradicts_the_kernel_is_refused(variant, message):
 def test_what_warm_itself_is_given_is_refused_with_its_value(variants, options, message):
     with pytest.raises(ShapeError, match=message):
         guard.warm(variants, progress=False, **options)
+
+
+def test_an_interpreted_kernel_is_refused_with_the_reason():
+    code = "from expertile import guard; import guard_kernels as k; guard.warm([guard.Variant(k.plus)])"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "plus is interpreted, so nothing is compiled: unset TRITON_INTERPRET" in done.stderr
 
 
 def test_warming_under_a_sealed_guard_is_a_compilation_like_any_other():

@@ -146,6 +146,20 @@ def test_a_command_that_is_no_list_is_refused(command):
         watch(command)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mode="loud"), "mode='loud' is not known"),
+        (dict(ready_after="5"), "ready_after='5': give seconds"),
+        (dict(ready_line=5), "ready_line=5 is not a regular expression"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_the_program_runs(tmp_path, options, message):
+    with pytest.raises(ExpertileError, match=message):
+        watch(["touch", str(tmp_path / "ran")], **options)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_program_may_say_itself_that_it_is_ready(tmp_path):
     text = PRELUDE + (
         "from expertile import guard\nkernels.plus[(1,)](x, 5, 64)\n"

@@ -331,6 +331,11 @@ def test_the_json_has_a_fixed_form(tmp_path):
     assert [finding["variants"] for finding in made["findings"]] == [3, 3, None]
 
 
+def test_one_path_is_no_list_of_them(tmp_path):
+    with pytest.raises(ExpertileError, match="give a list of paths"):
+        audit(str(tmp_path))
+
+
 def test_bad_input_is_named(tmp_path):
     for options, word in (
         ([tmp_path / "nowhere"], "nowhere"),

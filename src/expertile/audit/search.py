@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..errors import ExpertileError
 from .expressions import Expressions
 from .flow import Flow
 from .following import followed
@@ -26,6 +27,8 @@ def audit(paths: Iterable[str | Path]) -> Report:
 
     Raises    ExpertileError for a path that is not there; files that cannot be read or parsed are findings
     """
+    if isinstance(paths, (str, Path)):
+        raise ExpertileError(f"paths={str(paths)!r}: give a list of paths")
     sources = [read(path) for path in python_files([Path(each) for each in paths])]
     findings = [_unreadable(source.path, source.trouble) for source in sources if source.trouble]
     modules = _modules(sources, findings)

@@ -47,6 +47,8 @@ def check(variant) -> None:
         raise ShapeError(f"{variant!r} is no variant: give expertile.guard.Variant(kernel, types, constants)")
     kernel = variant.kernel
     if not hasattr(kernel, "device_caches"):
+        if type(kernel).__name__ == "InterpretedFunction":
+            raise ShapeError(f"{kernel.__name__} is interpreted, so nothing is compiled: unset TRITON_INTERPRET")
         own = hasattr(kernel, "fn") and hasattr(kernel, "arg_names")
         advice = "an autotuned kernel's own function, kernel.fn" if own else "the decorated kernel itself"
         raise ShapeError(f"{kernel!r} is not a @triton.jit function: give {advice}")

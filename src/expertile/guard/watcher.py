@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ExpertileError
+from .sealing import MODES
 from .watching import FOLDER, MODE, mark_ready
 
 INJECTED = Path(__file__).parent / "inject"
@@ -48,11 +49,7 @@ def watch(
 
     Signals: Ctrl-C reaches the program, and the result is still returned. Raises ExpertileError when it cannot start.
     """
-    if isinstance(command, str) or not command:
-        raise ExpertileError(f"command={command!r}: give a list, the program and its arguments")
-    if ready_after is not None and not 0 <= ready_after <= threading.TIMEOUT_MAX:  # NaN is not either
-        most = f"{threading.TIMEOUT_MAX:.0f}"
-        raise ExpertileError(f"ready_after={ready_after:g}: give seconds from the start, at least 0 and at most {most}")
+    _check(command, mode, ready_after)
     pattern = _compiled(ready_line)
     with tempfile.TemporaryDirectory(prefix="expertile-watch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -60,8 +57,9 @@ def watch(
         pipe = subprocess.PIPE if pattern else None
         try:
             process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
-        except OSError as error:
-            raise ExpertileError(f"cannot run {command[0]!r}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ExpertileError(f"cannot run {command[0]!r}: {reason}") from None
         ends = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)] if pattern else []
         pumps = [_pump(source, sink, pattern, folder) for source, sink in ends]
         with _marking(folder, ready_after), _signals_to(process):
@@ -71,10 +69,24 @@ def watch(
         return Watched(list(command), code if code >= 0 else 128 - code, *_collected(folder))
 
 
+def _check(command: Sequence[str], mode: str, ready_after: float | None) -> None:
+    if isinstance(command, str) or not command or not all(isinstance(each, (str, os.PathLike)) for each in command):
+        raise ExpertileError(f"command={command!r}: give a list, the program and its arguments")
+    if mode not in MODES:
+        raise ExpertileError(f"mode={mode!r} is not known: use one of {', '.join(MODES)}")
+    if ready_after is None:
+        return
+    most = threading.TIMEOUT_MAX
+    if not isinstance(ready_after, (int, float)) or not 0 <= ready_after <= most:  # NaN is not either
+        raise ExpertileError(
+            f"ready_after={ready_after!r}: give seconds from the start, at least 0 and at most {most:.0f}"
+        )
+
+
 def _compiled(ready_line: str | None) -> re.Pattern | None:
     try:
-        return re.compile(ready_line) if ready_line is not None else None
-    except re.error as error:
+        return re.compile(os.fsdecode(ready_line)) if ready_line is not None else None
+    except (re.error, TypeError) as error:
         raise ExpertileError(f"ready_line={ready_line!r} is not a regular expression: {error}") from None
 
 
