@@ -14,7 +14,8 @@ app = typer.Typer(
 )
 
 FILE = Annotated[Path, typer.Argument(help="the packed cache")]
-FOLDER = Annotated[Path | None, typer.Option(help="default: Triton's own, TRITON_CACHE_DIR or ~/.triton/cache")]
+MOST_TOKENS = 1 << 20
+FOLDER = Annotated[str | None, typer.Option(help="default: Triton's own, TRITON_CACHE_DIR or ~/.triton/cache")]
 
 
 @app.command()
@@ -25,18 +26,27 @@ def pack(
         str | None,
         typer.Option(help="compile every variant of this layer first (a known one, or H,I,E,k); needs no GPU"),
     ] = None,
-    quant: Annotated[str, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block")] = "bf16",
+    quant: Annotated[str | None, typer.Option(help="bf16 fp16 fp8_tensor fp8_channel fp8_block; default: bf16")] = None,
     static_scale: Annotated[bool, typer.Option(help="fp8_tensor with activation scales given ahead")] = False,
     expert_map: Annotated[bool, typer.Option(help="calls will have an expert_map")] = False,
-    max_tokens: Annotated[int, typer.Option(help="largest number of tokens of a call")] = 4096,
-    device: Annotated[str, typer.Option(help="whose plans: h200 h100, or auto for this machine")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(help="largest number of tokens of a call; default: 4096")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="whose plans: h200 h100, or auto for this machine; default: auto")
+    ] = None,
 ):
     """Pack Triton's cache as it is, or the variants of one layer."""
     from .guard.cache import pack as write
 
     if problem is None:
+        of_layer = dict(
+            quant=quant, static_scale=static_scale, expert_map=expert_map, max_tokens=max_tokens, device=device
+        )
+        if given := [f"{name}={value!r}" for name, value in of_layer.items() if value not in (None, False)]:
+            raise ExpertileError(f"{', '.join(given)}: of a layer that is compiled first; give its problem as well")
         manifest = write(file, cache_dir)
     else:
+        quant, device = ("bf16" if quant is None else quant), ("auto" if device is None else device)
+        max_tokens = 4096 if max_tokens is None else max_tokens
         manifest = _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_tokens, device)
     _say(file, manifest)
 
@@ -70,12 +80,14 @@ def _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_t
 
     from .guard import warm
     from .guard.cache import pack as write
+    from .guard.cache import place
     from .guard.manifest import Plans
 
     if cache_dir is not None:
         raise ExpertileError(
             "cache_dir does not go with a problem, whose kernels are compiled into a folder of their own"
         )
+    place(file)  # before minutes of compiling
     hardware = _hardware(device)
     variants = layer_variants(problem, quant, static_scale, expert_map, max_tokens, hardware)
     target = GPUTarget("cuda", hardware.capability[0] * 10 + hardware.capability[1], 32)
@@ -91,8 +103,8 @@ def layer_variants(problem: str, quant: str, static_scale: bool, expert_map: boo
     from .problem import Quant, named_problem
     from .warming import variants
 
-    if max_tokens < 1:
-        raise ExpertileError(f"max_tokens={max_tokens}: give at least 1")
+    if not 1 <= max_tokens <= MOST_TOKENS:
+        raise ExpertileError(f"max_tokens={max_tokens}: give 1 to {MOST_TOKENS}")
     layer = named_problem(problem, 1, quant, static_scale=static_scale)
     found = []
     for split_scale in (False, True) if layer.quant is Quant.FP8_BLOCK else (False,):

@@ -28,18 +28,30 @@ def watch(
     Ready is the first of: a line of output, a time, a call of expertile.guard.ready() in the program. Child processes
     are watched too. The exit code is the program's.
     """
-    from .guard.sealing import MODES
     from .guard.watcher import watch as run
 
-    if mode not in MODES:
-        raise ExpertileError(f"mode={mode!r} is not known: use one of {', '.join(MODES)}")
-    if ready_after is not None and ready_after < 0:
-        raise ExpertileError(f"ready_after={ready_after:g}: give seconds from the start, at least 0")
-    if out is not None and not out.parent.is_dir():
-        raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
+    if out is not None:
+        _try(out)
     watched = run(command, mode=mode, ready_line=ready_line, ready_after=ready_after)
     _report(watched, out)
     raise typer.Exit(watched.exit_code)
+
+
+def _try(out: Path) -> None:
+    """Opens the file before the command runs, so that no report of hours is lost to a path that was never right."""
+    try:
+        if not out.parent.is_dir():
+            raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
+        if out.is_dir():
+            raise ExpertileError(f"json={str(out)!r} is a folder: name a file in it")
+        if out.exists() and not out.is_file():
+            return  # a device or a FIFO: opening one may wait for its reader
+        there = out.exists()
+        out.open("a").close()
+        if not there:
+            out.resolve().unlink()  # what a link leads to, not the link
+    except OSError as error:
+        raise ExpertileError(f"json={str(out)!r} cannot be written: {error.strerror or error}") from None
 
 
 def _report(watched, out: Path | None) -> None:
@@ -61,7 +73,11 @@ def _report(watched, out: Path | None) -> None:
     if watched.ready and watched.processes:
         console.print(f"expertile watch: {summary} after readiness", markup=False, highlight=False)
     if out is not None:
-        out.write_text(json.dumps(asdict(watched) | {"causes": [asdict(cause) for cause in found]}, indent=1) + "\n")
+        text = json.dumps(asdict(watched) | {"causes": [asdict(cause) for cause in found]}, indent=1) + "\n"
+        try:
+            out.write_text(text)
+        except OSError as error:  # the exit code stays the program's
+            console.print(f"expertile watch: cannot write {out}: {error.strerror or error}", markup=False)
 
 
 def _count(number: int, noun: str) -> str:

@@ -244,6 +244,10 @@ def foreign(body, **changes):
     body["toolchain"].update(changes)
 
 
+def plans_of(device):
+    return vars(manifest.Plans(device, "64,48,8,2", "bf16", 16, ""))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -259,6 +263,9 @@ def foreign(body, **changes):
         (lambda body: body.update(toolchain=[]), "the manifest is damaged"),
         (lambda body: foreign(body, ptxas=None), "the manifest is damaged"),
         (lambda body: body.update(files={"x": {"sha256": 5, "bytes": "many"}}), "the manifest is damaged"),
+        (lambda body: foreign(body, target="moon 7"), "made for target 'moon 7', for which Triton here has no backend"),
+        (lambda body: foreign(body, device="\ud800"), "the manifest is damaged"),
+        (lambda body: body.update(plans=plans_of("x" * 5000)), "the manifest is damaged: its plans are for no device"),
     ],
 )  # fmt: skip
 def test_a_foreign_file_is_refused_with_the_reason(packed, tmp_path, monkeypatch, change, reason):
@@ -269,6 +276,51 @@ def test_a_foreign_file_is_refused_with_the_reason(packed, tmp_path, monkeypatch
         unpack(packed)
     assert re.search(reason, try_unpack(packed))
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("member", ["manifest", "group"])
+def test_what_is_nested_too_deeply_is_refused(packed, tmp_path, monkeypatch, member):
+    deep = b"[" * 100_000
+
+    def change(contents):
+        return {**contents, next(name for name in contents if "__grp__" in name): deep}
+
+    if member == "group":
+        rewritten(packed, change)
+    else:
+        with gzip.open(packed, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+            info = tarfile.TarInfo("manifest.json")
+            info.size = len(deep)
+            tar.addfile(info, io.BytesIO(deep))
+    with pytest.raises(CacheRefused, match=r"nested too deeply|no group of Triton's"):
+        verify(packed)
+
+
+def test_an_empty_folder_name_is_not_this_folder_and_a_target_is_no_text(packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ExpertileError, match="cache_dir='': name a folder"):
+        unpack(packed, "")
+    assert files(tmp_path) == before
+    with pytest.raises(ExpertileError, match=r"target='cuda 90': give one as GPUTarget"):
+        pack(tmp_path / "other.cache", target="cuda 90")
+
+
+def test_only_a_file_is_replaced(packed, tmp_path):
+    fifo, link, loop = tmp_path / "fifo", tmp_path / "link", tmp_path / "loop"
+    os.mkfifo(fifo)
+    link.symlink_to(packed)
+    loop.symlink_to(loop)
+    for path, words in (
+        (fifo, "would be replaced"), (tmp_path, "is a folder: name the file"), ("", "is a folder"),
+        ("/dev/null", "would be replaced"), (loop, "cannot write"), ("x" * 5000, "cannot write"),
+    ):  # fmt: skip
+        with pytest.raises(ExpertileError, match=words):
+            pack(path)
+    assert fifo.is_fifo() and Path("/dev/null").is_char_device()
+    packed.unlink()
+    pack(link)
+    assert link.is_symlink() and verify(packed).kernels == 3
 
 
 def test_a_manifest_with_another_digest_is_refused(packed):
@@ -404,6 +456,12 @@ def test_the_command_line_compiles_a_layer_packs_verifies_and_unpacks_it(tmp_pat
         (("--problem", "64,48,8,2", "--device", "h200", "--cache-dir", "x"), "cache_dir"),
         (("--problem", "64,48,8,2", "--device", "h200", "--quant", "fp32"), "compiles nothing"),
         ((), "holds no kernel"),
+        (("--problem", "64,48,8,2", "--device", "h200", "--max-tokens", "1048577"), "give 1 to 1048576"),
+        (("--quant", "bf16", "--max-tokens", "64"), "quant='bf16', max_tokens=64: of a layer"),
+        (("--device", "h200"), "device='h200'"),
+        (("--static-scale",), "static_scale"),
+        (("--cache-dir", ""), "cache_dir='': name a folder"),
+        (("--cache-dir", "x" * 5000), "cannot read xxx"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_launch_that_compiles_nothing_calls_the_same_functions_sealed_and_not(
 
     kernels.plus[(1,)](x, 5, 64)
     free = functions_called()
-    with guard.seal("error", json_log="nowhere/at/all"):
+    with guard.seal("error", json_log="never-written"):
         assert functions_called() == free
     assert len(free) > 3
 
@@ -373,8 +373,10 @@ def test_the_json_log_has_one_line_an_event(x, tmp_path):
     assert second["key"] and second["nearest_key"] == first["key"] and second["cause"] == sealed.events[1].cause
 
 
-def test_a_log_that_cannot_be_written_stops_no_launch_and_is_said_once(x, caplog):
-    with guard.seal("count", json_log="/nowhere/at/all.jsonl") as sealed:
+def test_a_log_that_cannot_be_written_any_more_stops_no_launch_and_is_said_once(x, caplog, tmp_path):
+    (tmp_path / "gone").mkdir()
+    with guard.seal("count", json_log=tmp_path / "gone" / "events.jsonl") as sealed:
+        (tmp_path / "gone").rmdir()
         for n in (5, 16, 1):
             kernels.plus[(1,)](x, n, 64)
     assert len(sealed.events) == 3
@@ -442,3 +444,9 @@ def test_sealing_in_one_thread_guards_all(x):
         thread.start()
         thread.join()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("place", ["/nowhere/events.jsonl", "/", "", "x" * 5000])
+def test_a_log_that_cannot_be_written_is_refused_at_once(place):
+    with pytest.raises(ExpertileError, match=r"json_log='.*name a file to write"):
+        guard.seal("count", json_log=place)

@@ -1,5 +1,8 @@
 """`warm` compiles from declarations alone, and the launches that follow compile nothing."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import guard_driver
@@ -122,11 +125,53 @@ def test_variants_that_do_not_compile_are_named_and_the_others_are_in_place(x):
         (Variant(kernels.plus, {"x_ptr": "*i32", "n": "long"}, {"BLOCK": 64}), "n has type 'long'"),
         (Variant(kernels.plus_typed, {"x_ptr": "*i32", "n": "i32"}, {"BLOCK": 64}), "declared i32, a launch makes"),
         (Variant(kernels.tuned, {"x_ptr": "*i32", "n": "i32"}), "give an autotuned kernel's own function, kernel.fn"),
+        (Variant("plus", **PLUS), "'plus' is not a @triton.jit function: give the decorated kernel itself"),
+        (kernels.plus, "no variant: give expertile.guard.Variant"),
+        ({"kernel": kernels.plus}, "no variant: give expertile.guard.Variant"),
+        (Variant(kernels.plus, ["*i32", "i32"], {"BLOCK": 64}), r"plus: types=\['\*i32', 'i32'\]: give a dict by name"),
+        (Variant(kernels.plus, PLUS["types"], None), "plus: constants=None: give a dict by name"),
+        (Variant(kernels.plus, {0: "*i32", "n": "i32"}, {"BLOCK": 64}), "plus: types={0: .*give a dict by name"),
+        (Variant(kernels.plus, **PLUS, divisible_by_16="n"), "divisible_by_16='n': give a tuple of names"),
+        (Variant(kernels.plus, PLUS["types"]), "plus: BLOCK is a tl.constexpr: give its value among the constants"),
+        (Variant(kernels.plus, PLUS["types"], {"BLOCK": [64]}), r"plus: BLOCK=\[64\] cannot be hashed"),
+        (Variant(kernels.plus, {"x_ptr": torch.int32, "n": "i32"}, {"BLOCK": 64}), "x_ptr has type torch.int32"),
+        (Variant(kernels.plus, {"x_ptr": object(), "n": "i32"}, {"BLOCK": 64}), "plus: types=.*failed to specialize"),
+        (Variant(kernels.plus, {"x_ptr": "*i32"}, {"BLOCK": 64, "n": torch.ones(2)}), "n=tensor.* is no constant to"),
+        (Variant(kernels.plus, **PLUS, options={"warps": 4}), "plus: options={'warps': 4}: Triton has no option warps"),
+        (Variant(kernels.plus, **PLUS, options={"num_warps": 3}), "plus: options={'num_warps': 3}: num_warps must be"),
+        (Variant(kernels.plus, **PLUS, options={"num_warps": "4"}), "plus: options={'num_warps': '4'}: "),
+        (Variant(kernels.plus, **PLUS, options={"n": 4}), "plus: n among the options is an argument"),
+        (Variant(kernels.plus, **PLUS, options=[4]), r"plus: options=\[4\]: give a dict by name"),
+        (Variant(kernels.copy_tile, {"x_desc": "tensordesc<bf16[17, 64]>", "y_ptr": "*bf16"}), "power of 2"),
+        (Variant(kernels.copy_tile, {"x_desc": "tensordesc<bf16[,]>", "y_ptr": "*bf16"}), "which is no descriptor"),
     ],
 )  # fmt: skip
 def test_a_declaration_that_contradicts_the_kernel_is_refused(variant, message):
     with pytest.raises(ShapeError, match=message):
         guard.warm([variant], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("variants", "options", "message"),
+    [
+        (None, {}, "variants=None: give a list of Variant"),
+        (Variant(kernels.plus, **PLUS), {}, "give a list of Variant"),
+        ([Variant(kernels.plus, **PLUS)], dict(workers=-1), "workers=-1: give a number of threads, at least 1"),
+        ([Variant(kernels.plus, **PLUS)], dict(workers="2"), "workers='2'"),
+        ([Variant(kernels.plus, **PLUS)], dict(target="cuda 90"), "target='cuda 90': give one as GPUTarget"),
+        ([Variant(kernels.plus, **PLUS)], dict(target=GPUTarget("moon", 7, 32)), "this Triton has no backend for it"),
+    ],
+)
+def test_what_warm_itself_is_given_is_refused_with_its_value(variants, options, message):
+    with pytest.raises(ShapeError, match=message):
+        guard.warm(variants, progress=False, **options)
+
+
+def test_an_interpreted_kernel_is_refused_with_the_reason():
+    code = "from expertile import guard; import guard_kernels as k; guard.warm([guard.Variant(k.plus)])"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "plus is interpreted, so nothing is compiled: unset TRITON_INTERPRET" in done.stderr
 
 
 def test_warming_under_a_sealed_guard_is_a_compilation_like_any_other():

@@ -99,6 +99,67 @@ def test_a_server_and_its_worker_are_watched_from_a_line_of_output_on(tmp_path):
     assert "4 events of 3 causes" in done.stderr and "BLOCK=32" in done.stderr and "divisible by 16" in done.stderr
 
 
+UNENDED = (
+    PRELUDE
+    + """
+def until_armed(seconds):
+    deadline = time.time() + seconds
+    while not os.path.exists(os.path.join(os.environ["EXPERTILE_WATCH"], "ready")) and time.time() < deadline:
+        time.sleep(0.01)
+    return os.path.exists(os.path.join(os.environ["EXPERTILE_WATCH"], "ready"))
+"""
+)
+
+
+def test_a_line_that_is_not_ended_arms_as_well(tmp_path):
+    text = UNENDED + 'sys.stdout.write("ready")\nassert until_armed(30)\nkernels.plus[(1,)](x, 5, 64)\n'
+    watched = watch([sys.executable, str(program(tmp_path, text))], ready_line="^ready$")
+    assert watched.exit_code == 0 and len(watched.events) == 1
+
+
+def test_output_that_was_closed_without_an_end_of_line_arms(tmp_path):
+    text = UNENDED + 'os.write(1, b"ready")\nos.close(1)\nassert until_armed(30)\n'
+    assert watch([sys.executable, str(program(tmp_path, text))], ready_line="ready").exit_code == 0
+
+
+def test_the_beginning_of_a_line_that_goes_on_is_not_taken_for_it(tmp_path):
+    """print() without a buffer writes each of its arguments by itself."""
+    text = UNENDED + 'print("done", "with a tenth")\nassert not until_armed(1)\nprint("done")\nassert until_armed(30)\n'
+    watched = watch([sys.executable, str(program(tmp_path, text))], ready_line="^done$")
+    assert watched.exit_code == 0
+
+
+def test_the_report_is_asked_for_in_vain_and_the_exit_code_stays(tmp_path):
+    """The place was right when the program started. Trying it leaves a link a link."""
+    out = tmp_path / "report.json"
+    done = expertile("--json", out, "--", "sh", "-c", f"mkdir {out}; exit 3")
+    assert done.returncode == 3 and "cannot write" in done.stderr and "Traceback" not in done.stderr
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "there.json")
+    assert expertile("--json", link, "--", "true").returncode == 0
+    assert link.is_symlink() and json.loads((tmp_path / "there.json").read_text())["exit_code"] == 0
+
+
+@pytest.mark.parametrize("command", ["python program.py", []])
+def test_a_command_that_is_no_list_is_refused(command):
+    with pytest.raises(ExpertileError, match="give a list, the program and its arguments"):
+        watch(command)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mode="loud"), "mode='loud' is not known"),
+        (dict(ready_after="5"), "ready_after='5': give seconds"),
+        (dict(ready_line=5), "ready_line=5 is not a regular expression"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_the_program_runs(tmp_path, options, message):
+    with pytest.raises(ExpertileError, match=message):
+        watch(["touch", str(tmp_path / "ran")], **options)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_program_may_say_itself_that_it_is_ready(tmp_path):
     text = PRELUDE + (
         "from expertile import guard\nkernels.plus[(1,)](x, 5, 64)\n"
@@ -317,7 +378,12 @@ def test_options_after_the_command_belong_to_it(tmp_path):
         (("--ready-line", "(", "--", "true"), "ready_line='('"),
         (("--ready-after", "-1", "--", "true"), "ready_after=-1"),
         (("--mode", "loud", "--", "true"), "mode='loud'"),
+        (("--ready-after", "inf", "--", "true"), "ready_after=inf: give seconds"),
+        (("--ready-after", "1e300", "--", "true"), "ready_after=1e+300"),
+        (("--ready-after", "nan", "--", "true"), "ready_after=nan"),
         (("--json", "/nowhere/at/all.json", "--", "true"), "no folder '/nowhere/at'"),
+        (("--json", "/", "--", "echo", "ran"), "json='/' is a folder: name a file in it"),
+        (("--json", "/proc/report.json", "--", "echo", "ran"), "json='/proc/report.json' cannot be written"),
         (("--", "/nowhere/at/all"), "cannot run '/nowhere/at/all': No such file"),
     ],
 )

@@ -204,6 +204,28 @@ def test_links_neither_loop_nor_count_twice(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("target", ["", "/dev/zero", "/dev/stdin"])
+def test_what_is_no_file_is_said_and_not_opened(tmp_path, target):
+    write(tmp_path, good=KERNEL + HOST)
+    place = tmp_path / "endless.py"
+    os.mkfifo(place) if not target else place.symlink_to(target)
+    code = "import sys; from expertile.audit import audit; print([f.message for f in audit(sys.argv[1:]).findings])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=True)
+    assert "not read" in done.stdout and "num_tokens varies" in done.stdout
+    if target != "/dev/stdin":
+        with pytest.raises(ExpertileError, match=r"endless.py is a .*give files and folders"):
+            audit([place])
+
+
+def test_a_name_that_is_no_text_is_printed(tmp_path):
+    place = os.path.join(os.fsencode(tmp_path), b"\xff.py")
+    with open(place, "w") as file:
+        file.write(KERNEL + HOST)
+    for line in in_words(audit([tmp_path])):
+        line.encode()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read_is_said(tmp_path):
     write(tmp_path, one=KERNEL + HOST)
@@ -296,7 +318,8 @@ def test_the_text_names_place_kernel_argument_cause_and_remedy(tmp_path):
 
 def test_the_json_has_a_fixed_form(tmp_path):
     made = json.loads(run(write(tmp_path, one=KERNEL + HOST + ERROR.replace("host", "other")), "--json").output)
-    assert list(made) == ["schema", "files", "kernels", "launches", "counts", "rules", "findings"]
+    assert list(made) == ["schema", "files", "kernels", "launches", "unfollowed", "counts", "rules", "findings"]
+    assert made["unfollowed"] == {"kernels": [], "launches": [], "hidden_arguments": 0}
     assert made["schema"] == 1 and made["counts"] == {"note": 0, "warning": 2, "error": 1, "suppressed": 0}
     for finding in made["findings"]:
         assert list(finding) == [
@@ -308,7 +331,16 @@ def test_the_json_has_a_fixed_form(tmp_path):
     assert [finding["variants"] for finding in made["findings"]] == [3, 3, None]
 
 
+def test_one_path_is_no_list_of_them(tmp_path):
+    with pytest.raises(ExpertileError, match="give a list of paths"):
+        audit(str(tmp_path))
+
+
 def test_bad_input_is_named(tmp_path):
-    for options, word in (([tmp_path / "nowhere"], "nowhere"), ([tmp_path, "--fail-on", "note"], "'note'")):
+    for options, word in (
+        ([tmp_path / "nowhere"], "nowhere"),
+        ([tmp_path, "--fail-on", "note"], "'note'"),
+        (["a" * 5000], "too long"),
+    ):
         error = run(*options).exception
         assert isinstance(error, ExpertileError) and word in str(error)

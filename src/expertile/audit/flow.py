@@ -1,69 +1,61 @@
 """Follows values through a host function, statement by statement, up to the launches in it.
 
 Branches are followed both ways and joined; a loop's body is read once. What is not understood is UNKNOWN, which never
-makes a finding. Function bodies are not entered: an argument is judged by its name and annotation.
+makes a finding. Function bodies are not entered, but for those of launchers: an argument is judged by its name and
+annotation.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from . import names
 from .assignments import Assignments
+from .launches import Handed, Launch, Launcher, Passed, bound
+from .parameters import parameter, tensor_like
 from .syntax import dotted, show
-from .tensors import named
 from .values import UNKNOWN, Tensor, Value, join
-
-
-@dataclass(frozen=True)
-class Passed:
-    """One argument of a launch as it stands there."""
-
-    value: Value
-    node: ast.expr
-    text: str = ""  # as it is written, where that is not the node: an entry of **options
-
-
-@dataclass(frozen=True)
-class Launch:
-    """kernel[grid](...): positional arguments up to a star, keywords, and whether stars hide more of them."""
-
-    node: ast.Call
-    kernels: tuple[str, ...]
-    positional: tuple[Passed, ...]
-    keywords: dict[str, Passed]
-    hidden: bool
 
 
 class Flow(Assignments):
     """One function, or a module's own statements.
 
     is_kernel   whether a dotted name means a kernel
+    launcher    the launcher that a dotted name means
     values      of the names that it sees, where it is defined
     outer       what it is defined in, read to its end: other names for kernels come from there
     nested      functions defined in it, with the values that they see
     """
 
-    def __init__(self, is_kernel: Callable[[str], bool], values: dict[str, Value], outer: Flow | None = None):
+    def __init__(
+        self, is_kernel: Callable[[str], bool], launcher: Callable[[str], Launcher | None], values: dict[str, Value],
+        outer: Flow | None = None,
+    ):  # fmt: skip
         super().__init__(values)
-        self.is_kernel = is_kernel
+        self.is_kernel, self.launcher = is_kernel, launcher
         self.aliases: dict[str, tuple[str, ...]] = dict(outer.aliases) if outer else {}
+        self.launchers: dict[str, Launcher] = dict(outer.launchers) if outer else {}
         self.launches: list[Launch] = []
+        self.handed: list[Handed] = []
         self.nested: list[tuple[ast.FunctionDef, dict[str, Value]]] = []
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        used_as_tensor = _tensor_like(node)
+        used_as_tensor = tensor_like(node)
         of_weights = names.is_of_weights(node.name)
         for arg in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
-            value = _parameter(arg, arg.arg in used_as_tensor)
+            value = parameter(arg, arg.arg in used_as_tensor)
             if of_weights and value.tensor is not None:
                 value = replace(value, tensor=Tensor(arg.arg))
             self.values[arg.arg] = value
+            self.aliases[arg.arg] = ()  # not the module's kernel of that name
+            self.launchers.pop(arg.arg, None)
         for name, default in _defaults(node.args):
             if kernels := self._kernels(default):
                 self.aliases[name] = kernels
+            elif launcher := self.launcher(dotted(default)):
+                self.launchers[name] = launcher
         self.block(node.body)
 
     def block(self, statements: list[ast.stmt]) -> bool:
@@ -181,32 +173,60 @@ class Flow(Assignments):
             self.multiples[ast.unparse(node)] = by
 
     def launch(self, node: ast.Call) -> bool:
-        """Notes kernel[grid](...); False when it is none."""
-        if not isinstance(node.func, ast.Subscript):
+        """Notes kernel[grid](...) and launcher(kernel, ...); False when it is neither."""
+        if isinstance(node.func, ast.Subscript):
+            if not (kernels := self._kernels(node.func.value)):
+                return False
+            self.value(node.func.slice)
+            self.launches.append(Launch(node, kernels, *self._arguments(node)))
+            return True
+        name = dotted(node.func) or (f"self.{node.func.attr}" if isinstance(node.func, ast.Attribute) else "")
+        launcher = self.launchers.get(name) or self.launcher(name)
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if launcher is None or not any(self._kernels(each) for each in given):
             return False
-        kernels = self._kernels(node.func.value)
-        if not kernels:
-            return False
-        self.value(node.func.slice)
-        positional, hidden = [], False
+        positional, keywords, hidden = self._arguments(node)
+        named, rest, options = bound(launcher, positional, keywords)
+        launched = {name: self._kernels(named[name].node) for name in launcher.launched & named.keys()}
+        self.handed.append(Handed(launcher, node, named, rest, options, hidden, launched))
+        return True
+
+    def _arguments(self, node: ast.Call) -> tuple[tuple[Passed, ...], dict[str, Passed], bool]:
+        """Positional arguments up to a star, keywords, and whether stars hide more."""
+        positional: list[Passed] = []
+        keywords: dict[str, Passed] = {}
+        hidden = False
         for argument in node.args:
             if isinstance(argument, ast.Starred):
-                hidden = True
-                self.value(argument.value)
-            elif not hidden:  # behind a star the position is not known
-                positional.append(Passed(self.value(argument), argument))
-        keywords = {}
-        for keyword in node.keywords:
-            value = self.value(keyword.value)
-            if keyword.arg:
-                keywords[keyword.arg] = Passed(value, keyword.value)
-            elif value.entries is not None:
-                source = show(keyword.value)
-                keywords |= {k: Passed(entry, keyword.value, f"{source}[{k!r}]") for k, entry in value.entries}
+                found, more = self._rest(argument.value)
             else:
-                hidden = True
-        self.launches.append(Launch(node, kernels, tuple(positional), keywords, hidden))
-        return True
+                found, more = (self._passed(argument),), False
+            if not hidden:  # behind a star the position is not known
+                positional += found
+            hidden = hidden or more
+        for keyword in node.keywords:
+            if keyword.arg:
+                keywords[keyword.arg] = self._passed(keyword.value)
+            else:
+                entries, more = self._options(keyword.value)
+                keywords |= entries
+                hidden = hidden or more
+        return tuple(positional), keywords, hidden
+
+    def _passed(self, node: ast.expr) -> Passed:
+        return Passed(self.value(node), node)
+
+    def _rest(self, node: ast.expr) -> tuple[tuple[Passed, ...], bool]:
+        """What *node passes, and whether more than that."""
+        self.value(node)
+        return (), True
+
+    def _options(self, node: ast.expr) -> tuple[dict[str, Passed], bool]:
+        """What **node passes, and whether more than that."""
+        value, source = self.value(node), show(node)
+        if value.entries is None:
+            return {}, True
+        return {name: Passed(entry, node, f"{source}[{name!r}]") for name, entry in value.entries}, False
 
     def _kernels(self, node: ast.expr) -> tuple[str, ...]:
         """The dotted names of the kernels that an expression may mean."""
@@ -250,40 +270,3 @@ def _both(one: dict, other: dict) -> dict:
 def _loaded(target: ast.expr) -> ast.expr:
     """The target of an assignment as an expression that reads it."""
     return ast.parse(ast.unparse(target), mode="eval").body
-
-
-_TENSOR_ATTRIBUTES = {
-    *("shape", "stride", "size", "device", "dtype", "numel", "data_ptr", "view", "contiguous", "is_contiguous", "ndim"),
-    *(
-        "to",
-        "reshape",
-        "dim",
-        "element_size",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "is_cuda",
-        "new_empty",
-        "untyped_storage",
-    ),
-}
-
-
-def _tensor_like(node: ast.AST) -> set[str]:
-    """Names of which an attribute is used that tensors have."""
-    return {
-        each.value.id
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.attr in _TENSOR_ATTRIBUTES
-    }
-
-
-def _parameter(arg: ast.arg, used_as_tensor: bool) -> Value:
-    annotation = "" if arg.annotation is None else ast.unparse(arg.annotation)
-    if any(several in annotation.lower() for several in ("list[", "sequence[", "tuple[", "dict[", "iterable[")):
-        return UNKNOWN
-    if "Tensor" in annotation or (used_as_tensor and not annotation):
-        return Value(tensor=named(arg.arg))
-    if annotation and "int" not in annotation and annotation not in ("Any", "object"):
-        return UNKNOWN
-    return names.by_name(arg.arg, f"{arg.arg} is an argument, by its name", letters=True)

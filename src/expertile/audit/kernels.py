@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .syntax import called
+from .syntax import called, dotted
 
 _JIT = {"jit"}
 _LIBRARIES = {"triton", "gluon", "tl"}
@@ -60,6 +60,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Kernel:
     """
+    uses         names in it that may be other kernels
     keys         names that an autotuner benchmarks anew for
     heuristics   constexpr -> the expression and parameter of the lambda that computes it from the arguments
     """
@@ -68,6 +69,8 @@ class Kernel:
     path: str
     line: int
     parameters: tuple[Parameter, ...]
+    end_line: int = 0
+    uses: frozenset[str] = frozenset()
     keys: tuple[str, ...] = ()
     heuristics: dict[str, ast.Lambda] = field(default_factory=dict)
 
@@ -133,7 +136,8 @@ def _kernel(node: ast.FunctionDef, path: str, constants: dict[str, list]) -> Ker
         )
         for arg in arguments
     )
-    return Kernel(node.name, path, node.lineno, parameters, tuple(keys), heuristics)
+    mentioned = frozenset(dotted(each) for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))
+    return Kernel(node.name, path, node.lineno, parameters, node.end_lineno or 0, mentioned, tuple(keys), heuristics)
 
 
 def _named(value: ast.expr | None, arguments: list[ast.arg], constants: dict[str, list]) -> set[str] | None:

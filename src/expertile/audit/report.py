@@ -36,6 +36,9 @@ RULES = {
 }
 
 
+_SHOWN = 5  # places of what was not followed, as text
+
+
 @dataclass(frozen=True)
 class Finding:
     """One argument of one launch.
@@ -75,6 +78,37 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Unfollowed:
+    """What was seen without being understood, so that no finding means less than it seems to.
+
+    kernels   (path, line, name) of those that no launch is seen of and no other kernel calls
+    launches  (path, line) of those whose kernel is not known
+    hidden    launches with arguments behind * or **, which were not judged
+    """
+
+    kernels: tuple[tuple[str, int, str], ...] = ()
+    launches: tuple[tuple[str, int], ...] = ()
+    hidden: int = 0
+
+    def to_dict(self) -> dict:
+        return {
+            "kernels": [{"path": path, "line": line, "kernel": name} for path, line, name in self.kernels],
+            "launches": [{"path": path, "line": line} for path, line in self.launches],
+            "hidden_arguments": self.hidden,
+        }
+
+    def in_words(self) -> Iterable[str]:
+        if self.kernels:
+            places = _some([f"{name} ({path}:{line})" for path, line, name in self.kernels])
+            yield f"no launch could be followed of {_number(len(self.kernels), 'kernel')}: {places}"
+        if self.launches:
+            places = _some([f"{path}:{line}" for path, line in self.launches])
+            yield f"the kernel is not known of {_number(len(self.launches), 'launch', 'es')}: {places}"
+        if self.hidden:
+            yield f"arguments behind * or ** were not judged in {_number(self.hidden, 'launch', 'es')}"
+
+
+@dataclass(frozen=True)
 class Report:
     """All findings in the order of their places; `files` read, `kernels` and `launches` found in them."""
 
@@ -82,6 +116,7 @@ class Report:
     kernels: int = 0
     launches: int = 0
     findings: tuple[Finding, ...] = field(default=())
+    unfollowed: Unfollowed = field(default_factory=Unfollowed)
 
     @property
     def open(self) -> tuple[Finding, ...]:
@@ -109,6 +144,7 @@ class Report:
             "files": self.files,
             "kernels": self.kernels,
             "launches": self.launches,
+            "unfollowed": self.unfollowed.to_dict(),
             "counts": self.counts(),
             "rules": RULES,
             "findings": findings,
@@ -116,7 +152,7 @@ class Report:
 
 
 def in_words(report: Report, suppressed: bool = False) -> Iterable[str]:
-    """Lines for a terminal: one finding after the other, as compilers print them, then the counts."""
+    """Lines for a terminal: one finding after the other, as compilers print them, the counts, what was not followed."""
     for finding in report.findings if suppressed else report.open:
         where = f"{finding.path}:{finding.line}:{finding.column}"
         name = ".".join(part for part in (finding.kernel, finding.argument) if part)
@@ -129,7 +165,17 @@ def in_words(report: Report, suppressed: bool = False) -> Iterable[str]:
     counts = report.counts()
     found = ", ".join(f"{number} {name}{_plural(name, number)}" for name, number in counts.items())
     yield f"{report.files} files, {report.kernels} kernels, {report.launches} launches: {found}"
+    yield from report.unfollowed.in_words()
 
 
 def _plural(name: str, number: int) -> str:
     return "s" if number != 1 and name != "suppressed" else ""
+
+
+def _number(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more, all in --json" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from . import names
 from .expressions import Expressions
-from .flow import Launch, Passed
 from .kernels import Kernel, Parameter
+from .launches import Launch, Passed
 from .report import Finding, Severity
 from .syntax import show
 from .values import BUCKETS, INT_BITS, MANY, UNKNOWN, Value

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from ..errors import ExpertileError
 from .expressions import Expressions
-from .flow import Flow, Launch
+from .flow import Flow
+from .following import followed
 from .kernels import Kernel, jit_names, kernels_in
+from .launches import Launch, Launcher, launchers_in
+from .modules import Known, Module
 from .report import Finding, Report, Severity
 from .rules import findings_of
 from .sources import Parsed, Source, parse, python_files, read
+from .unfollowed import unfollowed
 from .values import Value
 
 _DEEP = "nested too deeply to follow"
-
-
-@dataclass
-class Module:
-    """A parsed file.
-
-    kernels   defined in it
-    calls     lines of what may be launches, x[...](...)
-    imports   local name -> (module it was imported from, name there); modules: local name -> module
-    """
-
-    source: Parsed
-    kernels: list[Kernel]
-    calls: list[int]
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
 
 
 def audit(paths: Iterable[str | Path]) -> Report:
@@ -39,36 +27,54 @@ def audit(paths: Iterable[str | Path]) -> Report:
 
     Raises    ExpertileError for a path that is not there; files that cannot be read or parsed are findings
     """
+    if isinstance(paths, (str, Path)):
+        raise ExpertileError(f"paths={str(paths)!r}: give a list of paths")
     sources = [read(path) for path in python_files([Path(each) for each in paths])]
     findings = [_unreadable(source.path, source.trouble) for source in sources if source.trouble]
-    modules: list[Module] = []
+    modules = _modules(sources, findings)
+    kernels = Known(modules, lambda module: module.kernels)
+    launchers = Known(modules, lambda module: module.launchers)
+    made: list[tuple[Module, list[Launch]]] = []
+    for module in modules:
+        findings += _unexplained(module.source)
+        try:
+            launches = _launches(module, kernels, launchers)
+        except RecursionError:
+            findings.append(_unreadable(module.source.path, _DEEP))
+            continue
+        made.append((module, launches))
+        findings += _findings(module, launches, kernels)
+    found = sorted(_suppressed(findings, {m.source.path: m.source.comments for m in modules}), key=_place)
+    counts = len(sources), sum(len(module.kernels) for module in modules), sum(len(each) for _, each in made)
+    return Report(*counts, tuple(found), unfollowed(made, kernels))
 
-    def add(chosen: list[Source]) -> None:
+
+def _modules(sources: list[Source], findings: list[Finding]) -> list[Module]:
+    """Those parsed that may hold kernels, launches or launchers; what cannot be is added to the findings."""
+    modules: dict[str, Module] = {}
+
+    def add(chosen: Iterable[Source]) -> None:
         for source in chosen:
             try:
                 parsed = parse(source)
                 if isinstance(parsed, str):
                     findings.append(_unreadable(source.path, parsed))
                 else:
-                    modules.append(_module(parsed))
+                    modules[source.path] = _module(parsed)
             except RecursionError:
                 findings.append(_unreadable(source.path, _DEEP))
 
-    add([source for source in sources if source.may_define])
-    kernels = {kernel.name.encode() for module in modules for kernel in module.kernels}
-    add([source for source in sources if not source.may_define and source.may_launch(kernels)])
-    known, launches = _Known(modules), 0
-    for module in modules:
-        findings += _unexplained(module.source)
-        try:
-            made = _launches(module, known)
-        except RecursionError:
-            findings.append(_unreadable(module.source.path, _DEEP))
-            continue
-        launches += len(made)
-        findings += _findings(module, made, known)
-    found = sorted(_suppressed(findings, {m.source.path: m.source.comments for m in modules}), key=_place)
-    return Report(len(sources), sum(len(module.kernels) for module in modules), launches, tuple(found))
+    add(source for source in sources if source.may_define)
+    kernels = {kernel.name.encode() for module in modules.values() for kernel in module.kernels}
+    others = [source for source in sources if kernels and not source.may_define]
+    add(source for source in others if source.may_launch(kernels) or source.may_hand_on)
+    launchers = {launcher.name.encode() for module in modules.values() for launcher in module.launchers}
+    waiting = [source for source in others if source.path not in modules and source.mentions(launchers)]
+    add(source for source in waiting if source.mentions(kernels))
+    for source in sources:
+        if source.path in modules:
+            modules[source.path].hands_on = source.mentions(launchers)
+    return list(modules.values())
 
 
 def _unreadable(path: str, trouble: str) -> Finding:
@@ -85,81 +91,48 @@ def _module(source: Parsed) -> Module:
         if isinstance(node, ast.FunctionDef):
             functions.append(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            calls.append(node.lineno)
+            calls.append(node.func)
         elif isinstance(node, ast.ImportFrom):
             froms.append(node)
         elif isinstance(node, ast.Import):
             imports += node.names
     kernels = kernels_in(functions, source.tree, source.path, jit_names(froms))
+    lines = {kernel.line for kernel in kernels}
+    launchers = launchers_in([each for each in functions if each.lineno not in lines], calls, source.path)
     named = {alias.asname or alias.name: (node.module or "", alias.name) for node in froms for alias in node.names}
-    return Module(source, kernels, calls, named, {alias.asname or alias.name: alias.name for alias in imports})
+    found = {alias.asname or alias.name: alias.name for alias in imports}
+    return Module(source, kernels, launchers, calls, named, found)
 
 
-class _Known:
-    """Which kernel a name in a module means: its own, an imported one, or the only one of that name."""
-
-    def __init__(self, modules: list[Module]):
-        self.by_name: dict[str, list[Kernel]] = {}
-        for module in modules:
-            for kernel in module.kernels:
-                self.by_name.setdefault(kernel.name, []).append(kernel)
-
-    def find(self, name: str, module: Module, line: int = 0) -> Kernel | None:
-        first, _, last = name.rpartition(".")
-        own = [kernel for kernel in module.kernels if kernel.name == last]
-        if own and not first:  # of several, the last one defined above the launch
-            above = [kernel for kernel in own if kernel.line < line]
-            return (above or own)[-1]
-        origin, original = module.imports.get(last, ("", last)) if not first else (self._origin(first, module), last)
-        named = self.by_name.get(original, [])
-        if first and first.split(".")[0] in ("self", "cls"):
-            return named[0] if len(named) == 1 else None
-        fitting = [kernel for kernel in named if _is_module(kernel.path, origin)] if origin else []
-        if len(fitting) == 1:
-            return fitting[0]
-        imported = bool(first) or last in module.imports
-        return named[0] if imported and len(named) == 1 else None
-
-    def _origin(self, first: str, module: Module) -> str:
-        """The dotted module that `first` means: `import a.b as first`, `from a import first`."""
-        if first in module.modules:
-            return module.modules[first]
-        if first in module.imports:
-            package, name = module.imports[first]
-            return f"{package}.{name}".strip(".")
-        return first
-
-
-def _is_module(path: str, dotted_name: str) -> bool:
-    """Whether the file is that module: its path ends in a/b/c.py or a/b/c/__init__.py."""
-    parts = [part for part in dotted_name.split(".") if part]
-    file = PurePosixPath(path)
-    own = [*file.parts[:-1], *([] if file.stem == "__init__" else [file.stem])]
-    return bool(parts) and own[-len(parts) :] == parts
-
-
-def _launches(module: Module, known: _Known) -> list[Launch]:
+def _launches(module: Module, kernels: Known[Kernel], launchers: Known[Launcher]) -> list[Launch]:
     """Of all functions and of the module's own statements."""
-    if not module.calls:
+    if not (module.calls or module.hands_on):
         return []
 
     def is_kernel(name: str) -> bool:
-        return known.find(name, module) is not None
+        return kernels.find(name, module) is not None
+
+    def launcher(name: str) -> Launcher | None:
+        return launchers.find(name, module) if name else None
+
+    def may_launch(node: ast.FunctionDef) -> bool:
+        inside = any(node.lineno <= call.lineno <= node.end_lineno for call in module.calls)
+        return node.lineno not in kernel_lines and (module.hands_on or inside)
 
     kernel_lines = {kernel.line for kernel in module.kernels}
     constants = _constants(module.source.tree)
-    top = Flow(is_kernel, constants)
+    top = Flow(is_kernel, launcher, constants)
     top.block(module.source.tree.body)
-    found, waiting = list(top.launches), [(top, *nested) for nested in top.nested]
+    flows, waiting = [top], [(top, *nested) for nested in top.nested]
     while waiting:
         outer, node, values = waiting.pop()
-        if node.lineno in kernel_lines or not any(node.lineno <= line <= node.end_lineno for line in module.calls):
-            continue
-        flow = Flow(is_kernel, {**constants, **values}, outer)
-        flow.function(node)
-        found += flow.launches
-        waiting += [(flow, *nested) for nested in flow.nested]
-    return found
+        if may_launch(node):
+            flow = Flow(is_kernel, launcher, {**constants, **values}, outer)
+            flow.function(node)
+            flows.append(flow)
+            waiting += [(flow, *nested) for nested in flow.nested]
+    through = [launch for flow in flows for handed in flow.handed for launch in followed(handed)]
+    return [launch for flow in flows for launch in flow.launches] + through
 
 
 def _constants(tree: ast.Module) -> dict[str, Value]:
@@ -175,11 +148,11 @@ def _constants(tree: ast.Module) -> dict[str, Value]:
     return {name: value for name, value in found.items() if value.known and name not in often}
 
 
-def _findings(module: Module, launches: list[Launch], known: _Known) -> list[Finding]:
+def _findings(module: Module, launches: list[Launch], kernels: Known[Kernel]) -> list[Finding]:
     found = []
     for launch in launches:
         for name in launch.kernels:
-            kernel = known.find(name, module, launch.node.lineno)
+            kernel = kernels.find(name, module, launch.node.lineno)
             if kernel is not None:
                 found += [(launch, finding) for finding in findings_of(launch, kernel, module.source.path)]
     return [_with_launch_comment(finding, launch, module.source) for launch, finding in found]

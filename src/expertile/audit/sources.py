@@ -6,6 +6,7 @@ import ast
 import io
 import os
 import re
+import stat
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -19,11 +20,14 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages.dist"}
 _COMMENT = re.compile(r"#\s*expertile:\s*ok\b[ \t:,-]*(?P<reason>.*?)\s*$")
 _JIT, _LIBRARY = re.compile(rb"\bjit\b"), re.compile(rb"triton|gluon")
 _LAUNCH, _NAME = re.compile(rb"\]\s*\("), re.compile(rb"[A-Za-z_]\w*", re.ASCII)
+_CALLED = re.compile(rb"([A-Za-z_]\w*)\s*\[([^\n]*?)\]\s*\(", re.ASCII)  # x[...](
+_GRID = re.compile(rb"grid|lambda|,", re.IGNORECASE)
+_SIGNATURE = re.compile(rb"\bdef\s+\w+\s*\(((?:[^()]|\([^()]*\))*)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file's bytes; none where no kernel and no launch can be in it, nor where it was not read, says `trouble`."""
+    """A file's bytes; none where it was not read, says `trouble`."""
 
     path: str
     data: bytes = b""
@@ -36,7 +40,16 @@ class Source:
 
     def may_launch(self, kernels: set[bytes]) -> bool:
         """Whether one of those kernels may be launched in it."""
-        return bool(_LAUNCH.search(self.data)) and not kernels.isdisjoint(_NAME.findall(self.data))
+        return bool(_LAUNCH.search(self.data)) and self.mentions(kernels)
+
+    @property
+    def may_hand_on(self) -> bool:
+        """Whether a parameter may be launched in it."""
+        called = {name for name, grid in _CALLED.findall(self.data) if b"kernel" in name or _GRID.search(grid)}
+        return bool(called) and not called.isdisjoint(_NAME.findall(b" ".join(_SIGNATURE.findall(self.data))))
+
+    def mentions(self, names: set[bytes]) -> bool:
+        return bool(names) and not names.isdisjoint(_NAME.findall(self.data))
 
 
 @dataclass(frozen=True)
@@ -52,13 +65,17 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
     """Files ending in .py under the paths, each once whatever links lead to it; hidden folders are left out. Folders
     that cannot be listed are among them, so that reading them says why.
 
-    Raises    ExpertileError for a path that is not there
+    Raises    ExpertileError for a path that is not there, or is neither file nor folder
     """
     seen: set[str] = set()
     for path in paths:
-        if not path.exists():
-            raise ExpertileError(f"{path}: no such file or folder")
-        for found in [path] if path.is_file() else _below(path):
+        try:
+            mode = path.stat().st_mode
+        except (OSError, ValueError) as error:
+            raise ExpertileError(f"{_short(path)}: {_reason(error)}: give files and folders") from None
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ExpertileError(f"{path} is a {_kind(mode)}: give files and folders")
+        for found in [path] if stat.S_ISREG(mode) else _below(path):
             real = os.path.realpath(found)
             if real not in seen:
                 seen.add(real)
@@ -77,14 +94,31 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def read(path: Path) -> Source:
-    shown = path.as_posix()
+    shown = os.fsencode(path).decode(errors="replace")  # a name of bytes that are no text is printed all the same
     try:
-        if path.stat().st_size > LARGEST_BYTES:
+        found = path.stat()  # through links: one named x.py may lead to a device that never ends
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            return Source(shown, trouble=f"is a {_kind(found.st_mode)}: not read")
+        if found.st_size > LARGEST_BYTES:
             return Source(shown, trouble=f"larger than {LARGEST_BYTES >> 20} MiB: not read")
         data = path.read_bytes()
     except OSError as error:
-        return Source(shown, trouble=f"cannot be read: {error.strerror or error}")
-    return Source(shown, data if _JIT.search(data) or _LAUNCH.search(data) else b"")
+        return Source(shown, trouble=f"cannot be read: {_reason(error)}")
+    return Source(shown, data)
+
+
+def _kind(mode: int) -> str:
+    names = ((stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"))
+    return next((name for test, name in names if test(mode)), "device")
+
+
+def _short(path: Path, longest: int = 200) -> str:
+    text = str(path)
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def parse(source: Source) -> Parsed | str:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tarfile
 import uuid
 import zlib
@@ -39,10 +40,14 @@ def pack(
     cache_dir  default: Triton's own (TRITON_CACHE_DIR, else ~/.triton/cache)
     target     a GPUTarget; default: the only one found
     plans      what the cache holds every variant of, for a cache that was filled for that
-    Raises     ExpertileError when the cache holds nothing to pack, or kernels for several targets and none is named
+    Raises     ExpertileError when the cache holds nothing to pack, or kernels for several targets and none is named;
+               when the path is something other than a file, which would be replaced
     """
-    path, cache_dir = Path(path), Path(cache_dir or _triton_dir())
-    toolchain, contents, kernels = _gather(cache_dir, target)
+    path, cache_dir = place(path), _folder(cache_dir)
+    try:
+        toolchain, contents, kernels = _gather(cache_dir, target)
+    except OSError as error:
+        raise ExpertileError(f"cannot read {cache_dir}: {error.strerror or error}") from None
     files = {name: {"sha256": _sha256(data), "bytes": len(data)} for name, data in contents.items()}
     manifest = Manifest(toolchain, kernels, plans, files)
     packed = io.BytesIO()
@@ -58,6 +63,22 @@ def pack(
     return manifest
 
 
+def place(path: str | os.PathLike) -> Path:
+    """Where a packed cache of that path is written: behind links, which stay. Raises where it cannot be."""
+    try:
+        found = Path(os.path.realpath(path))
+        mode = found.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except (OSError, ValueError) as error:
+        raise ExpertileError(f"cannot write {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(mode):
+        raise ExpertileError(f"{os.fspath(path)!r} is a folder: name the file to write")
+    if not stat.S_ISREG(mode):
+        raise ExpertileError(f"{os.fspath(path)!r} is a device, FIFO or socket and would be replaced: name a file")
+    return found
+
+
 def verify(path: str | os.PathLike) -> Manifest:
     """What the file is, after every hash in it was checked. Raises CacheRefused with the reason when it is damaged."""
     return _read(Path(path))[0]
@@ -65,7 +86,11 @@ def verify(path: str | os.PathLike) -> Manifest:
 
 def reasons_against_here(manifest: Manifest) -> list[str]:
     """Why launches in this process would not find the kernels; nothing when they will."""
-    reasons = manifest.toolchain.reasons_against(Toolchain.here(manifest.toolchain.target))
+    try:
+        here = Toolchain.here(manifest.toolchain.target)
+    except RuntimeError:  # of Triton's make_backend
+        return [f"made for target {manifest.toolchain.target!r}, for which Triton here has no backend"]
+    reasons = manifest.toolchain.reasons_against(here)
     return reasons + (manifest.plans.reasons_against_here() if manifest.plans else [])
 
 
@@ -80,15 +105,16 @@ def unpack(path: str | os.PathLike, cache_dir: str | os.PathLike | None = None) 
     manifest, contents = _read(Path(path))
     if reasons := reasons_against_here(manifest):
         raise CacheRefused(f"{path}: {'; '.join(reasons)}")
-    cache_dir = Path(cache_dir or _triton_dir()).absolute()
+    cache_dir = _folder(cache_dir).absolute()
     try:
         for name in sorted(contents, key=lambda name: (_is_group(name), name)):
-            place = cache_dir / name
-            data = _placed(contents[name], place) if _is_group(name) else contents[name]
-            if not (place.is_file() and place.read_bytes() == data):
-                _write(place, data)
-    except OSError as error:
-        raise CacheRefused(f"{path}: cannot write into {cache_dir}: {error.strerror or error}") from None
+            target = cache_dir / name
+            data = _placed(contents[name], target) if _is_group(name) else contents[name]
+            if not (target.is_file() and target.read_bytes() == data):
+                _write(target, data)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CacheRefused(f"{path}: cannot write into {cache_dir}: {reason}") from None
     return manifest
 
 
@@ -140,7 +166,7 @@ def _kernel(group: Path) -> tuple[str, str, dict[str, bytes]] | None:
         metadata = json.loads((folder / group.name.removeprefix(GROUP)).read_text())
         found = _named(metadata["target"]), metadata["triton_version"]
         contents = {f"{folder.name}/{name}": (folder / name).read_bytes() for name in names if _is_plain(name)}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ExpertileError):
         return None
     if len(contents) < len(names):
         return None
@@ -150,7 +176,9 @@ def _kernel(group: Path) -> tuple[str, str, dict[str, bytes]] | None:
 
 def _named(target) -> str:
     """A GPUTarget, or what Triton wrote of one, as "cuda 90"."""
-    target = target if isinstance(target, dict) else vars(target)
+    target = target if isinstance(target, dict) else getattr(target, "__dict__", {"": target})
+    if not {"backend", "arch"} <= target.keys():
+        raise ExpertileError(f'target={target.get("", target)!r}: give one as GPUTarget("cuda", 90, 32)')
     return f"{target['backend']} {target['arch']}"
 
 
@@ -166,7 +194,7 @@ def _read(path: Path) -> tuple[Manifest, dict[str, bytes]]:
         raise CacheRefused(f"{path}: no such file") from None
     except CacheRefused as error:
         raise CacheRefused(f"{path}: {error}") from None
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+    except (OSError, ValueError, EOFError, tarfile.TarError, zlib.error) as error:
         raise CacheRefused(f"{path} is truncated or damaged, or no packed cache: {error}") from None
     return manifest, contents
 
@@ -211,7 +239,7 @@ def _check_group(name: str, contents: dict[str, bytes]) -> None:
     folder = name.partition("/")[0]
     try:
         children = [*json.loads(contents[name])["child_paths"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CacheRefused(f"{name} is no group of Triton's") from None
     for child in children:
         if f"{folder}/{child}" not in contents:
@@ -248,10 +276,15 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-def _triton_dir() -> str:
-    from triton import knobs
+def _folder(cache_dir: str | os.PathLike | None) -> Path:
+    """Triton's own where none is given; a variable of a script that was empty is none."""
+    if cache_dir is None:
+        from triton import knobs
 
-    return knobs.cache.dir
+        return Path(knobs.cache.dir)
+    if not os.fspath(cache_dir):
+        raise ExpertileError("cache_dir='': name a folder, or leave it out for Triton's own")
+    return Path(cache_dir)
 
 
 def _sha256(data: bytes) -> str:

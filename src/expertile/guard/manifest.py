@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files as package_files
 
@@ -12,6 +13,7 @@ from ..errors import ExpertileError
 from .toolchain import Toolchain
 
 FORMAT = 1
+_DEVICE = re.compile(r"[^\0]{1,200}")
 
 
 class CacheRefused(ExpertileError):
@@ -77,6 +79,7 @@ class Manifest:
     def from_json(cls, text: bytes) -> Manifest:
         try:
             body = json.loads(text)
+            json.dumps(body, ensure_ascii=False).encode()  # raises on half a surrogate pair, which nothing prints
             said = body.pop("digest")
             if body["format"] != FORMAT:
                 raise CacheRefused(f"format {body['format']}, this version of expertile reads format {FORMAT}")
@@ -86,6 +89,8 @@ class Manifest:
             return cls(**body | {"toolchain": Toolchain(**body["toolchain"]), "plans": plans})._checked()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheRefused(f"the manifest is damaged: {error}") from None
+        except RecursionError:
+            raise CacheRefused("the manifest is damaged: it is nested too deeply") from None
 
     def _checked(self) -> Manifest:
         """Itself, when its fields have their types. A file may have been made to look right."""
@@ -94,6 +99,8 @@ class Manifest:
             raise CacheRefused("the manifest is damaged: files without hash or size")
         if not all(isinstance(value, str) for name, value in vars(self.toolchain).items() if name != "environment"):
             raise CacheRefused("the manifest is damaged: the toolchain is no text")
+        if self.plans and not (isinstance(self.plans.device, str) and _DEVICE.fullmatch(self.plans.device)):
+            raise CacheRefused("the manifest is damaged: its plans are for no device")
         return self
 
 

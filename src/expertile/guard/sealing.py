@@ -81,7 +81,8 @@ def seal(mode: str = "error", *, json_log: str | os.PathLike | None = None) -> G
 
     Guards may overlap: each sees everything, and one in mode error is enough to raise. Counters for Prometheus are kept
     where prometheus-client is installed (extra `guard`).
-    Raises    ExpertileError on an unknown mode, without Triton, or with a Triton that the guard does not know
+    Raises    ExpertileError on an unknown mode, on a json_log that cannot be written, without Triton, or with a Triton
+              that the guard does not know
     """
     return Guard(mode, json_log=json_log).seal()
 

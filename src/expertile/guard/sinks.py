@@ -8,18 +8,31 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from ..errors import ExpertileError
 from .events import Event
 
 
 class JsonLines:
-    """Appends each event as one line. `{pid}` in the path becomes the number of the process, forked ones included."""
+    """Appends each event as one line. `{pid}` in the path becomes the number of the process, forked ones included.
+
+    Raises    ExpertileError where no file can be: it would be noticed at the first event only
+    """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = str(path)
+        self.path = os.fspath(path)
+        try:
+            place = self._place()
+            wrong = "it is a folder" if place.is_dir() else "" if place.parent.is_dir() else "there is no such folder"
+        except (OSError, ValueError, TypeError) as error:
+            wrong = getattr(error, "strerror", None) or str(error)
+        if wrong:
+            raise ExpertileError(f"json_log={self.path!r}: {wrong}: name a file to write")
 
     def __call__(self, event: Event) -> None:
-        line = json.dumps(event.to_dict(), default=str) + "\n"
-        append(Path(self.path.replace("{pid}", str(os.getpid()))), line)
+        append(self._place(), json.dumps(event.to_dict(), default=str) + "\n")
+
+    def _place(self) -> Path:
+        return Path(self.path.replace("{pid}", str(os.getpid())))
 
 
 def append(path: Path, text: str) -> None:

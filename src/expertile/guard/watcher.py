@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ExpertileError
+from .sealing import MODES
 from .watching import FOLDER, MODE, mark_ready
 
 INJECTED = Path(__file__).parent / "inject"
 LONGEST_LINE = 1 << 16  # bytes of a line that are looked at
+QUIET_MS = 200  # after which the beginning of a line is taken for all of it, as of a prompt
 GRACE_S = 2.0  # for output that grandchildren still hold open when the program has ended
 
 
@@ -39,12 +42,14 @@ def watch(
 ) -> Watched:
     """Runs the command to its end with every Python process in it under the guard.
 
-    ready_line   a regular expression: armed from the first line of stdout or stderr that it is found in
+    ready_line   a regular expression: armed from the first line of stdout or stderr that it is found in; a line that
+                 is not ended counts when nothing follows it for a moment
     ready_after  seconds from the start
     Without either the program itself has to call `expertile.guard.ready()`, and may in any case.
 
     Signals: Ctrl-C reaches the program, and the result is still returned. Raises ExpertileError when it cannot start.
     """
+    _check(command, mode, ready_after)
     pattern = _compiled(ready_line)
     with tempfile.TemporaryDirectory(prefix="expertile-watch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -52,8 +57,9 @@ def watch(
         pipe = subprocess.PIPE if pattern else None
         try:
             process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe)
-        except OSError as error:
-            raise ExpertileError(f"cannot run {command[0]!r}: {error.strerror or error}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ExpertileError(f"cannot run {command[0]!r}: {reason}") from None
         ends = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)] if pattern else []
         pumps = [_pump(source, sink, pattern, folder) for source, sink in ends]
         with _marking(folder, ready_after), _signals_to(process):
@@ -63,10 +69,24 @@ def watch(
         return Watched(list(command), code if code >= 0 else 128 - code, *_collected(folder))
 
 
+def _check(command: Sequence[str], mode: str, ready_after: float | None) -> None:
+    if isinstance(command, str) or not command or not all(isinstance(each, (str, os.PathLike)) for each in command):
+        raise ExpertileError(f"command={command!r}: give a list, the program and its arguments")
+    if mode not in MODES:
+        raise ExpertileError(f"mode={mode!r} is not known: use one of {', '.join(MODES)}")
+    if ready_after is None:
+        return
+    most = threading.TIMEOUT_MAX
+    if not isinstance(ready_after, (int, float)) or not 0 <= ready_after <= most:  # NaN is not either
+        raise ExpertileError(
+            f"ready_after={ready_after!r}: give seconds from the start, at least 0 and at most {most:.0f}"
+        )
+
+
 def _compiled(ready_line: str | None) -> re.Pattern | None:
     try:
-        return re.compile(ready_line) if ready_line is not None else None
-    except re.error as error:
+        return re.compile(os.fsdecode(ready_line)) if ready_line is not None else None
+    except (re.error, TypeError) as error:
         raise ExpertileError(f"ready_line={ready_line!r} is not a regular expression: {error}") from None
 
 
@@ -95,16 +115,23 @@ def _pump(source, sink, pattern: re.Pattern, folder: Path) -> threading.Thread:
     """Copies the program's output to ours, at once, and looks for the readiness line in it."""
 
     def copy() -> None:
-        rest, looking, writing = b"", True, True
-        while chunk := os.read(source.fileno(), 1 << 16):
-            if writing:
+        poll, rest, looking, writing, waiting = select.poll(), b"", True, True, None
+        poll.register(source, select.POLLIN)
+        while True:
+            quiet = not poll.poll(waiting)
+            chunk = b"" if quiet else os.read(source.fileno(), 1 << 16)
+            if writing and chunk:
                 writing = _write(sink, chunk)
             if looking:
                 *lines, rest = re.split(rb"[\r\n]", rest + chunk)
                 rest = rest[-LONGEST_LINE:]
+                lines += [rest] if rest and not chunk else []
                 if any(pattern.search(line.decode(errors="replace")) for line in lines):
                     mark_ready(folder, "a line of output")
-                    looking, rest = False, b""
+                    looking = False
+            waiting = QUIET_MS if looking and rest and chunk else None
+            if not (quiet or chunk):
+                return
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
@@ -154,14 +181,14 @@ def _at_terminal() -> bool:
 
 def _collected(folder: Path) -> tuple[dict | None, list[dict], list[dict]]:
     marker = folder / "ready"
-    ready = json.loads(marker.read_text()) if marker.exists() else None
-    processes = [json.loads(path.read_text()) for path in sorted(folder.glob("process-*.json"))]
+    ready = _lines(marker) if marker.exists() else []
+    processes = [each for path in sorted(folder.glob("process-*.json")) for each in _lines(path)]
     events = [event for path in sorted(folder.glob("events-*.jsonl")) for event in _lines(path)]
-    return ready, processes, sorted(events, key=lambda event: event["time"])
+    return (ready[0] if ready else None), processes, sorted(events, key=lambda event: event["time"])
 
 
 def _lines(path: Path) -> list[dict]:
-    """The events of one process; a last line that was cut off when it was killed is left out."""
+    """What one process wrote; a last line that was cut off when it was killed is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         try:
