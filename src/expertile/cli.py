@@ -206,10 +206,12 @@ def _backend(name: str | None):
 
 def _numbers(text: str) -> list[int]:
     """The integers in "1,16"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ShapeError(f"tokens={text!r}: give a number, or several with commas between them") from None
+    from .problem import whole_number
+
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if None in found:
+        raise ShapeError(f"tokens={text!r}: give a number, or several with commas between them")
+    return found
 
 
 def _version(package: str) -> str:

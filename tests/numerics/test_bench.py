@@ -279,7 +279,7 @@ def test_tokens_are_lists_and_ranges_of_powers_of_two():
     assert parse_tokens("1,8, 64") == (1, 8, 64)
     assert parse_tokens("1-4096") == tuple(1 << bit for bit in range(13))
     assert parse_tokens("3-9,7") == (4, 8, 7)
-    for bad in ("", "0", "1,", "x", "-4", "5-7", "1.5", str(1 << 40)):
+    for bad in ("", "0", "1,", "x", "-4", "5-7", "1.5", str(1 << 40), "\u00b2", "1-\u00b2", "9" * 5000):
         with pytest.raises(ExpertileError, match="tokens="):
             parse_tokens(bad)
 
@@ -315,6 +315,7 @@ def test_plot_is_a_png(tmp_path):
     "words",
     [
         ("--problem", "1,2,3"),
+        ("--problem", "\u00b2,32,8,2"),
         ("--quant", "int4"),
         ("--tokens", "none"),
         ("--routing", "trace:x"),

@@ -59,6 +59,14 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
     [
         (("explain", "--tokens", "-1"), "-1"),
         (("explain", "--tokens", "many"), "many"),
+        (("explain", "--tokens", "\u00b2"), "tokens="),
+        (("explain", "--tokens", "\uff11\uff16"), "tokens="),
+        (("explain", "--tokens", "9" * 5000), "tokens="),
+        (("explain", "--tokens", "9" * 18), "tokens="),
+        (("explain", "--problem", "\u00b2,32,8,2"), "problem="),
+        (("explain", "--problem", "64,64,1000000000,1", "--routing", "zipf1.2"), "experts="),
+        (("explain", "--routing", "zipf400"), "zipf400"),
+        (("explain", "--routing", "trace:"), "trace:"),
         (("explain", "--quant", "fp7"), "fp7"),
         (("explain", "--problem", "nope"), "nope"),
         (("explain", "--device", "b200"), "b200"),
@@ -71,7 +79,7 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
         (("explain", "--policy", "fastest"), "fastest"),
         (("explain", "--backend", "vllm-triton", "--tokens", "4"), "vllm is not installed"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     done = expertile(*arguments)
