@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .errors import ExpertileError
+from .outputs import check_file
 
 LOG_WIDTH = 160  # of the table where stderr is no terminal
 #: For typer: options of ours end where the command begins, with or without `--`.
@@ -37,6 +38,8 @@ def watch(
         raise ExpertileError(f"ready_after={ready_after:g}: give seconds from the start, at least 0")
     if out is not None and not out.parent.is_dir():
         raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
+    if out is not None:
+        check_file(out, "json")
     watched = run(command, mode=mode, ready_line=ready_line, ready_after=ready_after)
     _report(watched, out)
     raise typer.Exit(watched.exit_code)

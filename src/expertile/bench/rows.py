@@ -140,9 +140,12 @@ def write(path: str | Path, rows: Iterable[Mapping]) -> int:
     for row in rows:
         check(row)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise ExpertileError(f"{path} cannot be written: {error.strerror or error}") from None
     return len(rows)
 
 

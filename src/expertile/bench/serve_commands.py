@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ExpertileError
+from ..outputs import check_file, check_folder
+from ..problem import whole_number
 from . import rows, serve, serve_models, serve_same
 from .serve import Load
 from .serve_table import serve_table
@@ -68,10 +70,12 @@ def vllm(
     loads = _loads(batches, prompts, poisson, poisson_requests)
     shared = {
         **_environment(commit),
-        "problem": model if model in serve_models.MODELS else Path(model).name,
+        "problem": model if model in serve_models.MODELS else Path(model).resolve().name,
         "quant": quant,
     }
-    path, began, measured = out or rows.default_path(shared, "serve"), time.monotonic(), []
+    path = check_file(out or rows.default_path(shared, "serve"))
+    check_folder(logs, "logs")
+    began, measured = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         serve_models.write_config(Path(folder) / "model", model, quant, layers)
         arguments = serve.engine_arguments(Path(folder) / "model", len(arms), int(kv_gib * GIB), _json(engine))
@@ -115,6 +119,10 @@ def vllm_same(
     from rich.console import Console
 
     console, good = Console(highlight=False), True
+    check_folder(logs, "logs")
+    for name in quant.split(","):
+        if name not in FORMATS:
+            raise ExpertileError(f"quant={name!r} is not known here: use some of {', '.join(FORMATS)}")
     ids = _eval_ids(model)
     if len(ids) < 512 * texts:
         raise ExpertileError(f"--texts {texts}: eval.txt has {len(ids)} tokens, {len(ids) // 512} windows")
@@ -189,10 +197,10 @@ def _loads(batches: str, prompts: str, poisson: float, requests: int) -> tuple[L
 
 
 def _numbers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() and 0 < int(part) <= 128 for part in parts):
+    found = [whole_number(part.strip()) or 0 for part in text.split(",") if part.strip()]
+    if not all(0 < number <= 128 for number in found):
         raise ExpertileError(f"{text!r}: give numbers from 1 to 128 with commas between them")
-    return [int(part) for part in parts]
+    return found
 
 
 def _json(text: str) -> dict:
