@@ -124,7 +124,11 @@ def policy(
             )
         typer.echo("\n".join(room.judgement(rows.read(judge))))
         return
+    if budget_seconds is not None and not budget_seconds >= 0:
+        raise ExpertileError(f"budget_seconds={budget_seconds}: give at least 0")
     if against_default:
+        if quant or tokens:
+            raise ExpertileError("--against-default has its own --quant and --tokens: leave them out")
         names = list(problem or ("nemotron-3-nano", "qwen3-30b-a3b"))
         todo = room.cells([(name, "fp8_tensor") for name in names], tuple(room.DECODE_MIX), _routings(routing), seed)
     else:
@@ -220,9 +224,11 @@ def cold(
     """What first calls cost when nothing is compiled: as called, specialised on every argument, warmed, unpacked."""
     from rich.console import Console
 
+    from .api import settings
     from .bench import cold as room
     from .bench import rows
 
+    settings()
     _problems([problem])
     console, setting, good = Console(highlight=False), setting_of(device, commit), True
     path, measured = check_file(out or rows.default_path(setting.shared, room.COLD)), []
@@ -341,14 +347,16 @@ def setting_of(name: str, commit: str | None):
 
 
 def _implementations(text: str, overrides: Sequence[str], flashinfer_module: Path | None, hardware) -> list:
+    from .api import settings
     from .bench.ours import Expertile, parse_override
     from .bench.peers import peer
 
+    settings()  # what is wrong with EXPERTILE_POLICY is the command's error, not a crash of ours in each cell
     names = [*dict.fromkeys(each for name in _split(text) for each in ((OURS, *PEERS) if name == "all" else (name,)))]
     chosen = []
     for name in names:
         base, _, backend = name.partition(":")
-        if base == OURS and (not backend or backend in BACKENDS):
+        if name == OURS or (base == OURS and backend in BACKENDS):
             chosen.append(Expertile(hardware, variant=backend, backend=backend or None))
         elif name in PEERS:
             chosen.append(peer(name, flashinfer_module))

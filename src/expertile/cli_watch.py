@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +35,7 @@ def watch(
 
     if mode not in MODES:
         raise ExpertileError(f"mode={mode!r} is not known: use one of {', '.join(MODES)}")
-    if ready_after is not None and ready_after < 0:
+    if ready_after is not None and not 0 <= ready_after < math.inf:
         raise ExpertileError(f"ready_after={ready_after:g}: give seconds from the start, at least 0")
     if out is not None and not out.parent.is_dir():
         raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")

@@ -276,9 +276,9 @@ def _sized(name: str) -> dict[str, Any]:
         raise ShapeError(f"problem={name!r} is neither H,I,E,k[,activation][,bias] nor one of {', '.join(LAYERS)}")
     found: dict[str, Any] = dict(zip(("hidden", "inter", "experts", "top_k"), numbers, strict=True), bias=bias)
     for text in named:
-        act, _, order = text.partition("/")
-        if act not in ACTIVATIONS or order not in ("", "interleaved"):
+        act = text.removesuffix("/interleaved")
+        if act not in ACTIVATIONS:
             known = f"one of {', '.join(ACTIVATIONS)}, and /interleaved or nothing behind it"
             raise ShapeError(f"problem={name!r}: {text!r} is not {known}; known layers: {', '.join(LAYERS)}")
-        found["activation"] = activation(act, interleaved=order == "interleaved")
+        found["activation"] = activation(act, interleaved=act != text)
     return found

@@ -322,6 +322,12 @@ def test_plot_is_a_png(tmp_path):
         ("--impl", "cublas"),
         ("--router", "softmax"),
         ("--plan-override", "{"),
+        ("--plan-override", "[" * 100_000),
+        ("--plan-override", '{"fuse_quant": "no"}'),
+        ("--plan-override", '{"gemm1": {"block_m": "x"}}'),
+        ("--plan-override", '{"stream": 1}'),
+        ("--impl", "expertile:"),
+        ("--seed", str(1 << 64)),
         ("--replays", "0"),
         ("--sets", "0"),
         ("--device", "tpu"),
@@ -330,8 +336,17 @@ def test_plot_is_a_png(tmp_path):
 def test_a_bad_value_is_one_clear_error(words):
     failed = run_cli("experts", *words)
     assert failed.exit_code != 0 and isinstance(failed.exception, ExpertileError)
-    assert words[1] in str(failed.exception) or words[0].strip("-") in str(failed.exception)
+    said = str(failed.exception)
+    assert words[1] in said or words[0].strip("-").replace("-", " ") in said
     assert "\n" not in str(failed.exception)
+
+
+def test_the_least_layer_has_a_row_and_the_largest_is_refused(tmp_path):
+    words = ("--tokens", 1, "--sets", 1, "--replays", 1, "--impl", "expertile", "--device", "cpu")
+    out = tmp_path / "rows.jsonl"
+    assert run_cli("experts", "--problem", "1,1,1,1", *words, "--out", out).exit_code == 0 and rows.read(out)
+    failed = run_cli("experts", "--problem", "16777216,16777216,65536,1", *words, "--out", out)
+    assert isinstance(failed.exception, ExpertileError) and "weights cannot be made here" in str(failed.exception)
 
 
 def test_ours_wrong_is_a_failing_exit(tmp_path, monkeypatch):

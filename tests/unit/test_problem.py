@@ -130,7 +130,19 @@ def test_known_layers_are_those_of_the_results():
 
 @pytest.mark.parametrize(
     "name",
-    ["nope", "1,2,3", "64,32,8,x", "64,32,8,2,1", "", "\u00b2,32,8,2", "\uff16\uff14,32,8,2", "1_0,32,8,2", "9" * 5000],
+    [
+        "nope",
+        "1,2,3",
+        "64,32,8,x",
+        "64,32,8,2,1",
+        "",
+        "64,32,8,2,silu/",
+        "64,32,8,2,silu/interleaved/interleaved",
+        "\u00b2,32,8,2",
+        "\uff16\uff14,32,8,2",
+        "1_0,32,8,2",
+        "9" * 5000,
+    ],
 )
 def test_an_unknown_layer_is_refused_with_the_known_ones(name):
     with pytest.raises(ShapeError, match="qwen3-30b-a3b"):

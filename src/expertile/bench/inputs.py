@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ..api import prepare
-from ..errors import ShapeError
 from ..hardware import Hardware
-from ..policy.histogram import ZIPF
+from ..policy.histogram import ZIPF, check_name
 from ..problem import Problem
 from ..router import Router
 from ..weights import DTYPES, FP8_MAX, Weights
@@ -134,9 +133,8 @@ def check_routing(routing: str) -> None:
     """Raises ShapeError for a routing that `make_logits` does not know."""
     if routing.startswith(trace.PREFIX):
         trace.load(routing.removeprefix(trace.PREFIX))
-    elif routing not in ROUTINGS and not ZIPF.fullmatch(routing):
-        known = f"{', '.join(ROUTINGS)} (zipf1.2 or another exponent below 10), trace:FILE"
-        raise ShapeError(f"routing={routing!r} is not known: use one of {known}")
+    else:
+        check_name(routing)
 
 
 def experts_hit(ids: torch.Tensor) -> int:

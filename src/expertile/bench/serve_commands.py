@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +12,8 @@ import typer
 
 from ..errors import ExpertileError
 from ..outputs import check_file, check_folder
+from ..policy import json_file
+from ..policy.json_file import shown
 from ..problem import whole_number
 from . import rows, serve, serve_models, serve_same
 from .serve import Load
@@ -66,6 +68,8 @@ def vllm(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False)
+    if not math.isfinite(poisson) or not math.isfinite(kv_gib):
+        raise ExpertileError(f"poisson={poisson}, kv_gib={kv_gib}: give finite numbers")
     arms = [serve.parse_arm(text) for text in arm or (serve.STOCK, serve.OURS)]
     loads = _loads(batches, prompts, poisson, poisson_requests)
     shared = {
@@ -107,9 +111,9 @@ def vllm(
 def vllm_same(
     model: Annotated[Path, typer.Option(help="folder of tiny-moe")] = Path("models/tiny-moe"),
     quant: Annotated[str, typer.Option(help=f"some of {','.join(FORMATS)}")] = ",".join(FORMATS),
-    prompts: Annotated[int, typer.Option(help="prompts that are continued")] = 32,
-    tokens: Annotated[int, typer.Option(help="tokens of a continuation")] = 64,
-    texts: Annotated[int, typer.Option(help="windows of 512 tokens of eval.txt that are scored")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts that are continued")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a continuation")] = 64,
+    texts: Annotated[int, typer.Option(min=1, help="windows of 512 tokens of eval.txt that are scored")] = 32,
     engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for every engine, as JSON")] = "{}",
     logs: Annotated[Path, typer.Option(help="what the engines print")] = Path("build/serve"),
 ):  # fmt: skip
@@ -204,13 +208,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _json(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"--engine {text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ExpertileError(f"--engine {text!r}: give a JSON object of engine arguments")
-    return found
+    return json_file.parsed(text, f"--engine {shown(text)}")
 
 
 def _environment(commit: str | None) -> dict[str, str]:

@@ -19,21 +19,27 @@ def read(path: Path, what: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ShapeError(f"{what} {path} has more than {MOST_BYTES >> 20} MiB: give another file")
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
-    except OSError as error:
-        raise ShapeError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        raise ShapeError(f"{what} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MOST_BYTES:
+        raise ShapeError(f"{what} {path} has more than {MOST_BYTES >> 20} MiB: give another file")
+    try:
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ShapeError(f"{what} {path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    return parsed(text, f"{what} {path}")
+
+
+def parsed(text: str, what: str) -> dict[str, Any]:
+    """The object that the text is."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError:
-        raise ShapeError(f"{what} {path} is nested too deeply") from None
-    except ShapeError:
-        raise
-    except ValueError as error:  # besides JSONDecodeError: a number of thousands of digits, a path with a zero byte
-        raise ShapeError(f"{what} {path} is not JSON: {error}") from None
+        raise ShapeError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # besides JSONDecodeError: a number of thousands of digits
+        raise ShapeError(f"{what} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ShapeError(f"{what} {path} is not an object: it holds {shown(found)}")
+        raise ShapeError(f"{what} is not an object: it holds {shown(found)}")
     return found
 
 

@@ -29,16 +29,20 @@ def taken(data: Any, kinds: Mapping[str, Take], where: str, more: tuple[str, ...
     where   what stands before a key: "policy.json: ", "policy.json: problems[0]."
     more    keys that are known too, and left alone
     """
-    if not isinstance(data, dict):
-        raise ShapeError(f"{where[:-1]}={shown(data)} is not an object")
     found = {}
-    for name, value in data.items():
+    for name, value in mapping(data, where[:-1]).items():
         if name in kinds:
             found[name] = kinds[name](value, f"{where}{name}")
         elif name not in more:
             known = ", ".join(sorted((*kinds, *more)))
             raise wrong(where + shown(name)[1:-1], value, f"{shown(name)} is not known, use some of {known}")
     return found
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ShapeError(f"{where}={shown(value)} is not an object")
+    return value
 
 
 def one_of(kind: type[Enum]) -> Take:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 from collections import deque
 from datetime import date
@@ -17,6 +16,8 @@ import typer
 
 from ...errors import ExpertileError, MissingExtra
 from ...outputs import check_file
+from ...policy import json_file
+from ...policy.json_file import shown
 from ...problem import whole_number
 from .. import rows
 
@@ -195,13 +196,7 @@ def _prompts(text: str, api: str):
 
 
 def _json(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"body={text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ExpertileError(f"body={text!r}: give a JSON object")
-    return found
+    return json_file.parsed(text, f"body={shown(text)}")
 
 
 def _environment(url: str, gpu: str | None, commit: str | None) -> dict[str, str]:
