@@ -39,7 +39,7 @@ def parsed(text: str, what: str) -> dict[str, Any]:
     except ValueError as error:  # besides JSONDecodeError: a number of thousands of digits
         raise ShapeError(f"{what} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ShapeError(f"{what} is not an object: it holds {shown(found)}")
+        raise ShapeError(f"{what} is not an object but {shown(found)}: give a JSON object")
     return found
 
 
