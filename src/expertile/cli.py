@@ -174,24 +174,36 @@ def _settings(policy: str, libraries: str, routing: str, layout: str | None):
     from .policy.histogram import check_name
     from .policy.settings import VARIABLE, from_environment
 
-    if libraries == "installed":
-        from .runtime.backends import installed
-
-        found = installed()
-    else:
-        found = tuple(tuple(part.strip().split("=", 1)) for part in libraries.split(",") if part.strip())
-    if any(len(pair) != 2 for pair in found):
-        raise ShapeError(f"libraries={libraries!r}: give package=version, or several with commas between them")
     known = [member.value for member in Layout]
     if layout is not None and layout not in known:
         raise ShapeError(f"layout={layout!r}: use one of {', '.join(known)}")
-    settings = from_environment({VARIABLE: policy}, found)
+    settings = from_environment({VARIABLE: policy}, _libraries(libraries))
     return replace(
         settings,
         others=settings.others or bool(libraries),
         routing=settings.routing if routing == "uniform" else check_name(routing),
         layout=Layout(layout) if layout else settings.layout,
     )
+
+
+def _libraries(text: str) -> tuple[tuple[str, str], ...]:
+    """(package, version) of each in "vllm=0.26.0,flashinfer-python=0.6.14"; `installed`: of those that are here."""
+    from .policy.libraries import LIBRARIES
+
+    if text == "installed":
+        from .runtime.backends import installed
+
+        return installed()
+    found = [tuple(part.strip().split("=", 1)) for part in text.split(",")] if text else []
+    if not all(len(pair) == 2 and pair[1][:1] in tuple("0123456789") for pair in found):
+        raise ShapeError(f"libraries={text!r}: give package=version, or several with commas between them")
+    known = {package for library in LIBRARIES.values() for package, _ in library.packages}
+    for name, _ in found:
+        if name not in known:
+            raise ShapeError(f"libraries={text!r}: {name} is not known, use some of {', '.join(sorted(known))}")
+    if len(dict(found)) < len(found):
+        raise ShapeError(f"libraries={text!r}: give each package once")
+    return tuple(found)
 
 
 def _backend(name: str | None):
@@ -206,10 +218,12 @@ def _backend(name: str | None):
 
 def _numbers(text: str) -> list[int]:
     """The integers in "1,16"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ShapeError(f"tokens={text!r}: give a number, or several with commas between them") from None
+    from .problem import whole_number
+
+    found = [whole_number(part.strip()) for part in text.split(",")]
+    if None in found:
+        raise ShapeError(f"tokens={text!r}: give a number, or several with commas between them")
+    return found
 
 
 def _version(package: str) -> str:

@@ -13,6 +13,7 @@ import typer
 from .bench import serve_commands
 from .bench.load import command as load_command
 from .errors import ExpertileError
+from .outputs import check_file
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,7 +28,7 @@ DEFAULT_PROBLEM = "qwen3-30b-a3b"
 MOST_TOKENS = 1 << 20
 OURS, BACKENDS = "expertile", ("triton", "torch", "reference")
 PEERS = ("vllm-triton", "vllm-cutlass", "vllm-deepgemm", "flashinfer-cutlass", "torch-grouped-mm")
-_RANGE = re.compile(r"(\d+)-(\d+)")
+_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 
 
 def measure(
@@ -68,7 +69,7 @@ def measure(
     )
     setting = setting_of(device, commit)
     chosen = _implementations(impl, plan_override or [], flashinfer_module, setting.hardware)
-    path = out or rows.default_path(setting.shared, bench)
+    path = check_file(out or rows.default_path(setting.shared, bench))
     outcomes = (
         layer.run(request, chosen, setting, router) if bench == "layer" else experts.run(request, chosen, setting)
     )
@@ -123,7 +124,11 @@ def policy(
             )
         typer.echo("\n".join(room.judgement(rows.read(judge))))
         return
+    if budget_seconds is not None and not budget_seconds >= 0:
+        raise ExpertileError(f"budget_seconds={budget_seconds}: give at least 0")
     if against_default:
+        if quant or tokens:
+            raise ExpertileError("--against-default has its own --quant and --tokens: leave them out")
         names = list(problem or ("nemotron-3-nano", "qwen3-30b-a3b"))
         todo = room.cells([(name, "fp8_tensor") for name in names], tuple(room.DECODE_MIX), _routings(routing), seed)
     else:
@@ -133,11 +138,11 @@ def policy(
         counts = parse_tokens(tokens) if tokens else room.TOKENS
         todo = room.cells(pairs, counts, _routings(routing), seed)
     setting = setting_of(device, commit)
+    path = check_file(out or rows.default_path(setting.shared, room.BENCH))
     outcomes = room.run(
         todo, setting, Settings(others=True, installed=installed()), replays=replays, sets=sets, seed=seed,
         budget_s=budget_seconds, flashinfer_module=flashinfer_module,
     )  # fmt: skip
-    path = out or rows.default_path(setting.shared, room.BENCH)
     if not room.follow(outcomes, len(todo), path):
         raise typer.Exit(1)
 
@@ -187,7 +192,7 @@ def rope(
     if cold:
         counts, chosen = (max(counts),), [each for each in chosen if each.kernel]
     request = Request(inv_rope.BENCH, shapes, (inv_rope.QUANT,), counts, sets=sets, replays=replays, seed=seed)
-    measured: list[dict] = []
+    path, measured = check_file(out or rows.default_path(setting.shared, "rope")), []
 
     def outcomes():
         streams = (inv_rope.cold(name, range(1, counts[0] + 1), chosen, setting, seed) for name in shapes)
@@ -195,7 +200,7 @@ def rope(
             measured.extend([outcome.row] if outcome.row else [])
             yield outcome
 
-    good = _follow(outcomes(), request, chosen, out or rows.default_path(setting.shared, "rope"))
+    good = _follow(outcomes(), request, chosen, path)
     for made in inv_rope.tables(measured):
         Console().print(made)
     if not good:
@@ -219,12 +224,14 @@ def cold(
     """What first calls cost when nothing is compiled: as called, specialised on every argument, warmed, unpacked."""
     from rich.console import Console
 
+    from .api import settings
     from .bench import cold as room
     from .bench import rows
 
+    settings()
     _problems([problem])
     console, setting, good = Console(highlight=False), setting_of(device, commit), True
-    path, measured = out or rows.default_path(setting.shared, room.COLD), []
+    path, measured = check_file(out or rows.default_path(setting.shared, room.COLD)), []
     where = setting.device.type
     for each in _quants(quant):
         with console.status(f"{problem} {each}: a process for each way, nothing compiled"):
@@ -252,6 +259,8 @@ def report(
     from .bench import rows
     from .bench.table import tables
 
+    if plot is not None:
+        check_file(plot, "plot")
     found = [row for file in files for row in rows.read(file)]
     if not found:
         raise ExpertileError(f"no rows in {', '.join(map(str, files))}")
@@ -280,9 +289,12 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def _integer(part: str, text: str) -> int:
-    if not part.strip().isdigit():
+    from .problem import whole_number
+
+    found = whole_number(part.strip())
+    if found is None:
         raise ExpertileError(f"tokens={text!r}: give numbers with commas between them, or a range as in 1-4096")
-    return int(part)
+    return found
 
 
 def _problems(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -335,14 +347,16 @@ def setting_of(name: str, commit: str | None):
 
 
 def _implementations(text: str, overrides: Sequence[str], flashinfer_module: Path | None, hardware) -> list:
+    from .api import settings
     from .bench.ours import Expertile, parse_override
     from .bench.peers import peer
 
+    settings()  # what is wrong with EXPERTILE_POLICY is the command's error, not a crash of ours in each cell
     names = [*dict.fromkeys(each for name in _split(text) for each in ((OURS, *PEERS) if name == "all" else (name,)))]
     chosen = []
     for name in names:
         base, _, backend = name.partition(":")
-        if base == OURS and (not backend or backend in BACKENDS):
+        if name == OURS or (base == OURS and backend in BACKENDS):
             chosen.append(Expertile(hardware, variant=backend, backend=backend or None))
         elif name in PEERS:
             chosen.append(peer(name, flashinfer_module))

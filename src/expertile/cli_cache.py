@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .errors import ExpertileError
+from .outputs import check_file
 
 app = typer.Typer(
     no_args_is_help=True, help="Compiled kernels as one file: pack it, unpack it before serving, verify it."
@@ -37,6 +38,7 @@ def pack(
     """Pack Triton's cache as it is, or the variants of one layer."""
     from .guard.cache import pack as write
 
+    check_file(file, "file")
     if problem is None:
         of_layer = dict(
             quant=quant, static_scale=static_scale, expert_map=expert_map, max_tokens=max_tokens, device=device

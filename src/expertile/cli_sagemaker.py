@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .errors import ExpertileError
+from .outputs import check_file
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,6 +51,7 @@ def package(
         raise ExpertileError(f"out={str(out)!r}: SageMaker takes a .tar.gz")
     if model is not None and out.resolve().is_relative_to(model.resolve()):
         raise ExpertileError(f"out={str(out)!r} is inside the model's folder: give a place outside")
+    check_file(out)
     packed = checkpoint.members(model, leave_out or (), code) if model is not None else []
     with tempfile.TemporaryDirectory(prefix="expertile-package-") as work:
         wheels = [artefact.check_wheel(each) for each in wheel or (artefact.built_wheel(Path(work)),)]

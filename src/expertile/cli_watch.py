@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .errors import ExpertileError
+from .outputs import check_file
 
 LOG_WIDTH = 160  # of the table where stderr is no terminal
 #: For typer: options of ours end where the command begins, with or without `--`.
@@ -31,27 +32,12 @@ def watch(
     from .guard.watcher import watch as run
 
     if out is not None:
-        _try(out)
+        if not out.parent.is_dir():
+            raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
+        check_file(out, "json")
     watched = run(command, mode=mode, ready_line=ready_line, ready_after=ready_after)
     _report(watched, out)
     raise typer.Exit(watched.exit_code)
-
-
-def _try(out: Path) -> None:
-    """Opens the file before the command runs, so that no report of hours is lost to a path that was never right."""
-    try:
-        if not out.parent.is_dir():
-            raise ExpertileError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
-        if out.is_dir():
-            raise ExpertileError(f"json={str(out)!r} is a folder: name a file in it")
-        if out.exists() and not out.is_file():
-            return  # a device or a FIFO: opening one may wait for its reader
-        there = out.exists()
-        out.open("a").close()
-        if not there:
-            out.resolve().unlink()  # what a link leads to, not the link
-    except OSError as error:
-        raise ExpertileError(f"json={str(out)!r} cannot be written: {error.strerror or error}") from None
 
 
 def _report(watched, out: Path | None) -> None:

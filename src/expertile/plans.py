@@ -9,10 +9,12 @@ from enum import Enum
 from functools import cached_property
 from math import prod
 
+from .errors import ShapeError
 from .hardware import H200
 from .problem import BLOCK, Activation, DType, Problem, Quant
 
 ITEM_BYTES = {"i32": 4, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+MOST_OF_A_TILE = 65536  # no tile comes near: shared memory ends long before
 ALIGN = 256  # bytes: every buffer of a workspace starts on such a boundary
 
 
@@ -68,6 +70,15 @@ class GemmConfig:
     group_m: int = 1
     tma: bool = False
     specialized: bool = False
+
+    def __post_init__(self):
+        for name in ("block_m", "block_n", "block_k", "warps", "stages", "group_m"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_OF_A_TILE:
+                raise ShapeError(f"{name}={value!r}: give an integer from 1 to {MOST_OF_A_TILE}")
+        for name in ("swap", "tma", "specialized"):
+            if not isinstance(getattr(self, name), bool):
+                raise ShapeError(f"{name}={getattr(self, name)!r}: give true or false")
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -10,6 +11,12 @@ from typing import Any
 from .errors import ShapeError
 
 BLOCK = 128  # rows and columns of one scale block in fp8_block; values of one activation scale group
+#: (least, most) of a Problem's sizes. No machine holds the most; far beyond, a plan could not even be priced.
+BOUNDS = {
+    "tokens": (0, 1 << 40),
+    **dict.fromkeys(("hidden", "inter"), (1, 1 << 24)),
+    **dict.fromkeys(("experts", "top_k", "total_experts"), (1, 1 << 16)),
+}
 
 
 def _member(kind, value, name):
@@ -108,6 +115,20 @@ ACTIVATIONS = {
 }
 
 
+_OTHER = re.compile(
+    rf"({'|'.join(gate.value for gate in Gate)})(/no-gate)?(,(alpha|beta|limit)=[-+.e0-9]+)*(/interleaved)?"
+)
+
+
+def is_activation_name(text: str) -> bool:
+    """Whether some Activation has that name.
+
+    >>> [is_activation_name(text) for text in ("swiglu_oai/interleaved", "silu,limit=7", "swish")]
+    [True, True, False]
+    """
+    return text.removesuffix("/interleaved") in ACTIVATIONS or bool(_OTHER.fullmatch(text))
+
+
 def activation(name: str | Activation, **changes) -> Activation:
     """The Activation of that name (a key of ACTIVATIONS), with fields changed: `activation("silu", limit=10.0)`."""
     if isinstance(name, Activation):
@@ -151,10 +172,10 @@ class Problem:
         object.__setattr__(self, "activation", activation(self.activation))
         if self.total_experts is None:
             object.__setattr__(self, "total_experts", self.experts)
-        for name, least in (("tokens", 0), ("hidden", 1), ("inter", 1), ("experts", 1), ("top_k", 1)):
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ShapeError(f"{name}={value!r}: give an integer of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ShapeError(f"{name}={value!r}: give an integer from {least} to {most}")
         if self.total_experts < self.experts:
             raise ShapeError(f"total_experts={self.total_experts} is fewer than the experts={self.experts} held here")
         if self.top_k > self.total_experts:
@@ -235,19 +256,29 @@ def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Prob
     return Problem(tokens=tokens, **{**layer, **fields})
 
 
+def whole_number(text: str) -> int | None:
+    r"""The number in a text of digits, else None: int() takes more ("1_0", "\uff11"), isdigit() what int() refuses.
+
+    >>> whole_number("16"), whole_number("-1"), whole_number("\u00b2"), whole_number("9" * 5000)
+    (16, None, None, None)
+    """
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 def _sized(name: str) -> dict[str, Any]:
     """Fields of the Problem "H,I,E,k[,activation][,bias]"."""
     parts = [part.strip() for part in name.split(",")]
     sizes, further = parts[:4], parts[4:]
     bias = further[-1:] == ["bias"]
     named = further[:-1] if bias else further
-    if len(sizes) != 4 or not all(part.isdigit() for part in sizes) or len(named) > 1:
+    numbers = [whole_number(part) for part in sizes]
+    if len(numbers) != 4 or None in numbers or len(named) > 1:
         raise ShapeError(f"problem={name!r} is neither H,I,E,k[,activation][,bias] nor one of {', '.join(LAYERS)}")
-    found: dict[str, Any] = dict(zip(("hidden", "inter", "experts", "top_k"), map(int, sizes), strict=True), bias=bias)
+    found: dict[str, Any] = dict(zip(("hidden", "inter", "experts", "top_k"), numbers, strict=True), bias=bias)
     for text in named:
-        act, _, order = text.partition("/")
-        if act not in ACTIVATIONS or order not in ("", "interleaved"):
+        act = text.removesuffix("/interleaved")
+        if act not in ACTIVATIONS:
             known = f"one of {', '.join(ACTIVATIONS)}, and /interleaved or nothing behind it"
             raise ShapeError(f"problem={name!r}: {text!r} is not {known}; known layers: {', '.join(LAYERS)}")
-        found["activation"] = activation(act, interleaved=order == "interleaved")
+        found["activation"] = activation(act, interleaved=act != text)
     return found

@@ -279,7 +279,7 @@ def test_tokens_are_lists_and_ranges_of_powers_of_two():
     assert parse_tokens("1,8, 64") == (1, 8, 64)
     assert parse_tokens("1-4096") == tuple(1 << bit for bit in range(13))
     assert parse_tokens("3-9,7") == (4, 8, 7)
-    for bad in ("", "0", "1,", "x", "-4", "5-7", "1.5", str(1 << 40)):
+    for bad in ("", "0", "1,", "x", "-4", "5-7", "1.5", str(1 << 40), "\u00b2", "1-\u00b2", "9" * 5000):
         with pytest.raises(ExpertileError, match="tokens="):
             parse_tokens(bad)
 
@@ -315,12 +315,19 @@ def test_plot_is_a_png(tmp_path):
     "words",
     [
         ("--problem", "1,2,3"),
+        ("--problem", "\u00b2,32,8,2"),
         ("--quant", "int4"),
         ("--tokens", "none"),
         ("--routing", "trace:x"),
         ("--impl", "cublas"),
         ("--router", "softmax"),
         ("--plan-override", "{"),
+        ("--plan-override", "[" * 100_000),
+        ("--plan-override", '{"fuse_quant": "no"}'),
+        ("--plan-override", '{"gemm1": {"block_m": "x"}}'),
+        ("--plan-override", '{"stream": 1}'),
+        ("--impl", "expertile:"),
+        ("--seed", str(1 << 64)),
         ("--replays", "0"),
         ("--sets", "0"),
         ("--device", "tpu"),
@@ -329,8 +336,17 @@ def test_plot_is_a_png(tmp_path):
 def test_a_bad_value_is_one_clear_error(words):
     failed = run_cli("experts", *words)
     assert failed.exit_code != 0 and isinstance(failed.exception, ExpertileError)
-    assert words[1] in str(failed.exception) or words[0].strip("-") in str(failed.exception)
+    said = str(failed.exception)
+    assert words[1] in said or words[0].strip("-").replace("-", " ") in said
     assert "\n" not in str(failed.exception)
+
+
+def test_the_least_layer_has_a_row_and_the_largest_is_refused(tmp_path):
+    words = ("--tokens", 1, "--sets", 1, "--replays", 1, "--impl", "expertile", "--device", "cpu")
+    out = tmp_path / "rows.jsonl"
+    assert run_cli("experts", "--problem", "1,1,1,1", *words, "--out", out).exit_code == 0 and rows.read(out)
+    failed = run_cli("experts", "--problem", "16777216,16777216,65536,1", *words, "--out", out)
+    assert isinstance(failed.exception, ExpertileError) and "weights cannot be made here" in str(failed.exception)
 
 
 def test_ours_wrong_is_a_failing_exit(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from expertile.bench import inputs, rows, trace
 from expertile.bench import policy as room
 from expertile.bench.runner import Outcome, Setting, State
 from expertile.cli_bench import app
-from expertile.errors import ShapeError
+from expertile.errors import ExpertileError, ShapeError
 from expertile.hardware import CPU, H200
 from expertile.plans import Backend
 from expertile.policy import table
@@ -148,6 +148,18 @@ def written(tmp_path, ids, name="trace.json"):
     return path
 
 
+def test_what_is_no_tensor_is_refused(tmp_path):
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    with pytest.raises(ShapeError, match=r"junk\.pt cannot be read"):
+        inputs.check_routing(f"trace:{tmp_path / 'junk.pt'}")
+
+
+@pytest.mark.parametrize("words", [("--against-default", "--quant", "bf16"), ("--budget-seconds", "nan")])
+def test_an_option_that_would_mean_nothing_is_refused(words):
+    refused = CliRunner().invoke(app, ["policy", *words])
+    assert isinstance(refused.exception, ExpertileError) and words[0][2:9] in str(refused.exception).replace("_", "-")
+
+
 def test_to_judge_rows_measures_nothing_and_takes_no_other_option(tmp_path):
     chosen = room.decide(named_problem("4096,704,128,8", 3072, "bf16"), H200).name
     row = rows.make(
@@ -183,6 +195,10 @@ def test_a_trace_is_replayed_token_by_token(tmp_path, name):
         ([[0, -1]], "at least 0"),
         ([[0, 1, 2]], "top_k=3"),
         ([[0, 9]], "up to 9"),
+        ([[0.5, 1.5]], "ids are integers"),
+        ([[False, True]], "ids are integers"),
+        ([[0, 10**30]], "cannot be read"),
+        ("[" * 3, "cannot be read"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(tmp_path, ids, said):

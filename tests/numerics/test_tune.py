@@ -23,7 +23,7 @@ from expertile.policy.candidates import candidates
 from expertile.policy.rules import stream_reasons, tile_reasons
 from expertile.policy.settings import Settings
 from expertile.problem import LAYERS, named_problem
-from expertile.tune import Machine, Task, model_config, peers, search, supervise, tables, tune
+from expertile.tune import Machine, Task, command, export, model_config, peers, search, supervise, tables, tune
 from expertile.tune.journal import Journal
 
 QUANTS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block")
@@ -352,6 +352,18 @@ def test_a_models_config_gives_layer_and_format(tmp_path, config, ranks, want):
         (dict(moe_intermediate_size=30), "30"),
         (dict(hidden_act="tanh"), "'tanh'"),
         (dict(quantization_config=dict(quant_method="awq")), "awq"),
+        (dict(num_experts="4"), "num_experts='4' is no integer"),
+        (dict(num_experts=True), "num_experts=True"),
+        (dict(moe_intermediate_size=0), "moe_intermediate_size=0"),
+        (dict(moe_intermediate_size=[32, 32]), "moe_intermediate_size="),
+        (dict(hidden_size=64.0), "hidden_size=64.0"),
+        (dict(hidden_act=["silu"]), "activation .'silu'. is not known"),
+        (dict(text_config=[1]), "text_config=.* is not an object"),
+        (dict(quantization_config="fp8"), "quantization_config='fp8' is not an object"),
+        (dict(quantization_config=dict(weight_block_size=128)), "weight_block_size=128"),
+        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=[1])), "config_groups="),
+        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(a=1))), "a=1"),
+        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(a={}))), "None None None"),
         (dict(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])), "64"),
     ],
     ids=str,
@@ -361,6 +373,21 @@ def test_a_config_that_does_not_say_is_refused_with_what_is_missing(tmp_path, ch
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ShapeError, match=said):
         model_config.read(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "1", "", "{", "[" * 100_000, '{"a": 1, "a": 2}'], ids=lambda text: text[:9]
+)
+def test_a_config_that_is_no_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ShapeError, match=r"config\.json"):
+        model_config.read(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_rank_at_all_is_refused(tmp_path, ranks):
+    with pytest.raises(ShapeError, match=f"tensor_parallel={ranks}: give at least 1"):
+        model_config.read(tmp_path, ranks)
 
 
 def test_peers_times_are_taken_as_multiples_of_ours_under_the_same_plan():
@@ -404,14 +431,63 @@ def test_from_weights_to_a_table_in_the_interpreter(tmp_path, monkeypatch):
         (("--problem", "64,64,8,2"), "--quant"),
         (("--problem", "64,64,8,2", "--quant", "bf16", "--routing", "random"), "random"),
         (("--problem", "64,64,8,2", "--quant", "bf16", "--export", "tgi"), "Hopper|tgi"),
+        (("--problem", "64,64,8,2", "--quant", "bf16", "--replays", "0"), "replays=0"),
+        (("--problem", "64,64,8,2", "--quant", "bf16", "--budget-seconds", "nan"), "budget_seconds=nan"),
+        (("--problem", "64,64,8,2", "--quant", "bf16", "--tensor-parallel", "0"), "tensor_parallel=0"),
+        (
+            ("--problem", "64,64,8,2", "--quant", "bf16", "--tensor-parallel", "2"),
+            "tensor_parallel=2 goes with --model",
+        ),
         (("--model", "nowhere"), "nowhere"),
+        (("--model", "nowhere", "--tensor-parallel", "-1"), "tensor_parallel=-1"),
         (("--peers-from", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--peers-from", os.devnull), "t.json.*is not there"),
     ],
     ids=str,
 )
 def test_options_that_are_wrong_are_refused(tmp_path, words, said):
     failed = CliRunner().invoke(cli.app, ["tune", "--out", str(tmp_path / "t.json"), *words])
     assert isinstance(failed.exception, ExpertileError) and re.search(said, str(failed.exception))
+
+
+def unwritable(tmp_path):
+    """Places where no file can be written, by whoever runs this."""
+    (tmp_path / "file").write_text("kept")
+    return tmp_path, tmp_path / "file" / "t.json", tmp_path / ("x" * 300)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "supervise", lambda *args: pytest.fail("it would measure"))
+    monkeypatch.setattr(command, "_device_name", lambda setting: "NVIDIA H200")
+    monkeypatch.setattr(export, "search", lambda *args: pytest.fail("it would measure"))
+    for out in unwritable(tmp_path):
+        with pytest.raises(ExpertileError, match="out="):
+            command.supervised(["true"], out)
+    for out in unwritable(tmp_path)[1:]:
+        with pytest.raises(ExpertileError, match="out="):
+            command.export("vllm", TASK, SETTING, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_table_or_journal_that_is_none_is_refused_before_anything_is_measured(tmp_path):
+    out = tmp_path / "t.json"
+    for text, said in (
+        ("[]", "not an object"),
+        ('{"entries": [{"tokens": 1}]}', "has no"),
+        ("{}", "no list of entries"),
+    ):
+        out.write_text(text)
+        with pytest.raises(ShapeError, match=said):
+            tune(TASK, SETTING, MACHINE, out, measure=lambda *args: pytest.fail("it would measure"))
+    out.write_text('{"device": {"name": "h100"}, "entries": []}')
+    with pytest.raises(ShapeError, match="measured on name='h100'"):
+        tune(TASK, SETTING, MACHINE, out, measure=lambda *args: pytest.fail("it would measure"))
+    out.unlink()
+    for text in ("[]\n", "no JSON\nhalf", '{"cell": {}, "state": "ran"}\n'):
+        search.journal_path(out).write_text(text)
+        with pytest.raises(ShapeError, match=r"t\.json\.journal:1"):
+            tune(TASK, SETTING, MACHINE, out, measure=lambda *args: pytest.fail("it would measure"))
+        assert search.journal_path(out).read_text() == text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")

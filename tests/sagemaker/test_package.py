@@ -146,6 +146,13 @@ def test_a_bad_option_is_one_sentence(model, wheel, tmp_path, run, monkeypatch, 
         run("package", *given, *(() if "--wheel" in given else ("--wheel", wheel)))
 
 
+def test_a_folder_in_the_artefacts_place_is_refused_before_anything_is_packed(model, wheel, tmp_path, run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "members", lambda *args: pytest.fail("it began"))
+    (tmp_path / "m.tar.gz").mkdir()
+    with pytest.raises(ExpertileError, match="is a folder: give a file"):
+        run("package", model, "--wheel", wheel, "--out", tmp_path / "m.tar.gz")
+
+
 def test_a_damaged_wheel_is_refused(wheel):
     data = bytearray(wheel.read_bytes())
     data[data.index(b"answer")] ^= 1

@@ -50,6 +50,8 @@ def test_a_model_that_is_not_served_is_refused_with_those_that_are(tmp_path, ser
         (("--concurrency", "1.5"), "whole numbers"),
         (("--rate", "nan"), "give a number above 0"),
         (("--prompts", "ids"), "ids:VOCABULARY"),
+        (("--prompts", "ids:\u00b2"), "ids:VOCABULARY"),
+        (("--lengths", "\u0661/4"), "is not IN/OUT"),
         (("--prompts", "ids:99", "--api", "chat"), "a chat takes text only"),
         (("--api", "embeddings"), "use completions or chat"),
         (("--body", "[1]"), "give a JSON object"),

@@ -95,7 +95,11 @@ def test_write_is_all_or_nothing(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("line", ["{", "[]", json.dumps({"bench": "experts"})])
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"bench": [1]}', "[" * 100_000, "1" * 5000, json.dumps({"bench": "experts"})],
+    ids=lambda line: line[:9],
+)
 def test_read_names_the_bad_line(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(made("experts")) + "\n\n" + line + "\n")

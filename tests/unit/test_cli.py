@@ -54,11 +54,41 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
     assert forced.returncode == 2 and "backend=triton cannot" in forced.stderr
 
 
+def test_in_full_it_looks_beyond_what_the_file_can_run(tmp_path):
+    ring = dict(block_m=16, block_n=128, block_k=64, warps=12, stages=6, swap=True, tma=True)
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"problems": [{"stream": "ring", "gemm1": ring}]}))
+    done = expertile("explain", "--tokens", "16", "--full", "--policy", str(path))
+    assert "more tokens: from T=17 on nothing: what the settings force cannot run there" in done.stdout, done.stderr
+    most = expertile("explain", "--tokens", str(1 << 40), "--full")
+    assert most.returncode == 0, most.stderr
+
+
+def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "policy.json").write_text("[]")
+    words = ("--problem", "64,32,8,2", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl"))
+    for what in ("experts", "layer", "cold"):
+        done = subprocess.run(
+            [sys.executable, "-m", "expertile.cli", "bench", what, *words],
+            capture_output=True, text=True, env=os.environ | {"EXPERTILE_POLICY": str(tmp_path / "policy.json")},
+        )  # fmt: skip
+        assert done.returncode == 2 and "policy.json is not an object" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (("explain", "--tokens", "-1"), "-1"),
         (("explain", "--tokens", "many"), "many"),
+        (("explain", "--tokens", "\u00b2"), "tokens="),
+        (("explain", "--tokens", "\uff11\uff16"), "tokens="),
+        (("explain", "--tokens", "9" * 5000), "tokens="),
+        (("explain", "--tokens", "9" * 18), "tokens="),
+        (("explain", "--problem", "\u00b2,32,8,2"), "problem="),
+        (("explain", "--problem", "64,64,1000000000,1", "--routing", "zipf1.2"), "experts="),
+        (("explain", "--routing", "zipf400"), "zipf400"),
+        (("explain", "--routing", "trace:"), "trace:"),
         (("explain", "--quant", "fp7"), "fp7"),
         (("explain", "--problem", "nope"), "nope"),
         (("explain", "--device", "b200"), "b200"),
@@ -67,11 +97,17 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
         (("demo", "--model", "nowhere"), "nowhere"),
         (("explain", "--routing", "random"), "random"),
         (("explain", "--libraries", "vllm"), "vllm"),
+        (("explain", "--libraries", ","), "libraries="),
+        (("explain", "--libraries", "vllm="), "package=version"),
+        (("explain", "--libraries", "vllm=\u00b2"), "package=version"),
+        (("explain", "--libraries", "nonsense=1"), "nonsense is not known"),
+        (("explain", "--libraries", "vllm=0.26.0,vllm=0.27.0"), "each package once"),
+        (("watch", "--ready-after", "nan", "--", "true"), "ready_after=nan"),
         (("explain", "--layout", "sideways"), "sideways"),
         (("explain", "--policy", "fastest"), "fastest"),
         (("explain", "--backend", "vllm-triton", "--tokens", "4"), "vllm is not installed"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     done = expertile(*arguments)

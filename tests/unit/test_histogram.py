@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 
@@ -84,3 +85,9 @@ def test_thick_tiles_are_candidates_where_some_experts_are_busy():
 def test_an_unknown_routing_is_refused(name):
     with pytest.raises(ShapeError, match=r"zipf1.2"):
         check_name(name)
+
+
+def test_shares_of_many_experts_are_quick():
+    began = perf_counter()
+    shares(named_problem("64,64,60000,8", 16), "zipf1.2")
+    assert perf_counter() - began < 20, "the level is found once, not for each expert"

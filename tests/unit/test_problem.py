@@ -37,6 +37,10 @@ def test_docstring_examples(module):
         (dict(static_scale=True), "none"),
         (dict(static_scale=True, quant="fp8_block"), "fp8_block"),
         (dict(total_experts=7), "total_experts=7"),
+        (dict(total_experts=8.0), "total_experts=8.0"),
+        (dict(tokens=10**20), "tokens=1"),
+        (dict(hidden=1 << 40), "hidden=1"),
+        (dict(experts=10**9), "experts=1"),
     ],
     ids=str,
 )
@@ -124,7 +128,22 @@ def test_known_layers_are_those_of_the_results():
     assert named_problem("gpt-oss-120b", 1).bias
 
 
-@pytest.mark.parametrize("name", ["nope", "1,2,3", "64,32,8,x", "64,32,8,2,1", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nope",
+        "1,2,3",
+        "64,32,8,x",
+        "64,32,8,2,1",
+        "",
+        "64,32,8,2,silu/",
+        "64,32,8,2,silu/interleaved/interleaved",
+        "\u00b2,32,8,2",
+        "\uff16\uff14,32,8,2",
+        "1_0,32,8,2",
+        "9" * 5000,
+    ],
+)
 def test_an_unknown_layer_is_refused_with_the_known_ones(name):
     with pytest.raises(ShapeError, match="qwen3-30b-a3b"):
         named_problem(name, 1)

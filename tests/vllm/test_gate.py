@@ -198,6 +198,16 @@ def test_a_switch_without_a_valid_value_is_an_error(environment):
         Settings.from_environment(environment)
 
 
+@pytest.mark.parametrize("text", ["[]", '{"others": "no"}', '{"tables": ["nowhere.json"]}', "[" * 100_000])
+def test_a_wrong_file_of_the_policy_turns_the_plugin_off_with_one_line(tmp_path, monkeypatch, said, text):
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    monkeypatch.setenv("EXPERTILE_POLICY", str(path))
+    started.plugin.register()
+    ((level, line),) = said
+    assert level == "WARNING" and "expertile stays off, vLLM is as it was" in line and str(path) in line
+
+
 def test_one_line_says_what_is_taken_for_all_layers_alike(said):
     gatekeeper = gate.Gatekeeper(Settings(off=("layers.5",)))
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod

@@ -135,7 +135,7 @@ def test_arms():
     assert triton.impl("0.26.0") == "vllm-0.26.0-triton" and triton.arguments == {"moe_backend": "triton"}
     assert triton.environment == {"EXPERTILE_VLLM": "0", "A": "b"}
     assert parse_arm("ours-x").impl("0.26.0") == "expertile:x"
-    for wrong in ("theirs", "ours=[]", "ours={", ""):
+    for wrong in ("theirs", "ours=[]", "ours={", "", 'ours={"env": 1}', 'ours={"env": {"A": 1}}'):
         with pytest.raises(ExpertileError, match="arm "):
             parse_arm(wrong)
 
@@ -146,7 +146,7 @@ def test_loads():
         (16, 2048, 1, 16), (1, 128, 128, 2), (64, 128, 128, 64),
     ]  # fmt: skip
     assert loads[3].rate == 5.0 and loads[3].requests == 100 and max(given for given, _ in loads[3].lengths) == 3500
-    for batches in ("0", "200", "x"):
+    for batches in ("0", "200", "x", "\u00b2"):
         with pytest.raises(ExpertileError, match="numbers from 1 to 128"):
             serve_commands._loads(batches, "", 0.0, 0)
     with pytest.raises(ExpertileError, match="nothing to serve"):

@@ -10,14 +10,13 @@ Rotation  the calls of one measurement differ in x and routing; a layer smaller 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
 
 from ..api import prepare
-from ..errors import ShapeError
 from ..hardware import Hardware
+from ..policy.histogram import ZIPF, check_name
 from ..problem import Problem
 from ..router import Router
 from ..weights import DTYPES, FP8_MAX, Weights
@@ -28,7 +27,6 @@ X_REACH, H_REACH = 8.0, 64.0  # largest |x| and |h| that the static scales can h
 BIAS_STD = 0.1
 L2_TIMES = 4  # layers with fewer bytes than this many L2 caches get copies
 ROUTINGS = ("uniform", "zipf1.2", "hot")
-_ZIPF = re.compile(r"zipf(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +115,7 @@ def make_logits(problem: Problem, routing: str, generator: torch.Generator) -> t
     if routing.startswith(trace.PREFIX):
         start = int(torch.randint(1 << 30, (), device=device, generator=generator))
         return trace.logits(problem, routing, noise, start)
-    found = _ZIPF.fullmatch(routing)
+    found = ZIPF.fullmatch(routing)
     if found:
         return noise - float(found[1]) * (order + 1.0).log()
     if routing == "hot":
@@ -135,9 +133,8 @@ def check_routing(routing: str) -> None:
     """Raises ShapeError for a routing that `make_logits` does not know."""
     if routing.startswith(trace.PREFIX):
         trace.load(routing.removeprefix(trace.PREFIX))
-    elif routing not in ROUTINGS and not _ZIPF.fullmatch(routing):
-        known = ", ".join(ROUTINGS)
-        raise ShapeError(f"routing={routing!r} is not known: use one of {known} (or another exponent), trace:FILE")
+    else:
+        check_name(routing)
 
 
 def experts_hit(ids: torch.Tensor) -> int:

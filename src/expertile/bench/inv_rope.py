@@ -33,7 +33,7 @@ BENCH, QUANT = "quant", "fp8_block"
 MAX_POS, MOST_SETS = 16_384, 64
 #: name -> (heads, groups) on one GPU.
 SHAPES = {"deepseek-v4-flash": (64, 8), "deepseek-v4-flash-tp8": (8, 1)}
-_SHAPE = re.compile(r"(\d+),(\d+)")
+_SHAPE = re.compile(r"([0-9]{1,18}),([0-9]{1,18})")
 
 
 def shape(name: str) -> tuple[int, int]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from ..api import moe, plan
-from ..errors import ExpertileError
 from ..hardware import Hardware
-from ..plans import Backend, GemmConfig, Plan, Stream
+from ..plans import Backend, Plan, Stream
+from ..policy import json_file
+from ..policy.json_file import shown
+from ..policy.json_values import Take, flag, mapping, one_of, taken, tile
 from ..problem import Problem
 from ..router import Router
 from .implementation import Implementation, Run
 from .inputs import Call, Inputs
 
-CHANGEABLE = ("backend", "gemm1", "gemm2", "stream", "fuse_quant", "pdl")
 _NAMED = re.compile(r"([\w.-]+)=(\{.*)", re.DOTALL)
 
 
@@ -87,12 +88,8 @@ def parse_override(text: str) -> tuple[str, dict]:
     """
     found = _NAMED.fullmatch(text.strip())
     variant, body = (found[1], found[2]) if found else ("override", text)
-    try:
-        changes = json.loads(body)
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"plan override {text!r} is not JSON: {error}") from None
-    if not isinstance(changes, dict) or not set(changes) <= set(CHANGEABLE):
-        raise ExpertileError(f"plan override {text!r}: give a JSON object with some of {', '.join(CHANGEABLE)}")
+    changes = json_file.parsed(body, f"plan override {shown(text)}")
+    taken(changes, CHANGEABLE, "plan override ")
     return variant, changes
 
 
@@ -100,23 +97,25 @@ def changed(base: Plan, changes: Mapping) -> Plan:
     """The plan with fields replaced; a GemmConfig may be given in part, and takes the rest from the plan's own."""
     if not changes:
         return base
-    fields: dict = {}
-    for name, value in changes.items():
-        if name in ("gemm1", "gemm2"):
+    fields = taken(changes, CHANGEABLE, "plan override ")
+    for name in ("gemm1", "gemm2"):
+        if name in fields:
             known = getattr(base, name)
-            try:
-                fields[name] = GemmConfig(**{**(dataclasses.asdict(known) if known else {}), **value})
-            except TypeError as error:
-                raise ExpertileError(f"plan override {name}={value!r}: {error}") from None
-        elif name == "backend":
-            known = [member.value for member in Backend]
-            if value not in known:
-                raise ExpertileError(f"plan override backend={value!r}: use one of {', '.join(known)}")
-            fields[name] = Backend(value)
-        elif name == "stream":
-            if value not in [member.value for member in Stream]:
-                raise ExpertileError(f"plan override stream={value!r}: use one of no, down, both")
-            fields[name] = Stream(value)
-        else:
-            fields[name] = bool(value)
-    return dataclasses.replace(base, source="forced", time_us=None, **fields)
+            fields[name] = tile({**(asdict(known) if known else {}), **fields[name]}, f"plan override {name}")
+    return replace(base, source="forced", time_us=None, **fields)
+
+
+def _part_of_tile(value: Any, where: str) -> dict:
+    """Some fields of a GemmConfig, checked beside others that are good."""
+    tile({"block_m": 16, "block_n": 16, "block_k": 16, "warps": 1, "stages": 1, **mapping(value, where)}, where)
+    return value
+
+
+CHANGEABLE: dict[str, Take] = {
+    "backend": one_of(Backend),
+    "gemm1": _part_of_tile,
+    "gemm2": _part_of_tile,
+    "stream": one_of(Stream),
+    "fuse_quant": flag,
+    "pdl": flag,
+}

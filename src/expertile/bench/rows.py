@@ -114,7 +114,7 @@ def make(bench: str, shared: Mapping[str, str], **fields) -> dict:
 def faults(row: Mapping) -> list[str]:
     """What is wrong with a row: nothing, when it may be written."""
     bench = row.get("bench")
-    if bench not in BENCHES:
+    if not isinstance(bench, str) or bench not in BENCHES:
         return [f"bench={bench!r} is not one of {', '.join(BENCHES)}"]
     needed = {**ALWAYS, **BENCHES[bench]}
     found = [f"{name} is missing" for name in needed if name not in row]
@@ -140,9 +140,12 @@ def write(path: str | Path, rows: Iterable[Mapping]) -> int:
     for row in rows:
         check(row)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise ExpertileError(f"{path} cannot be written: {error.strerror or error}") from None
     return len(rows)
 
 
@@ -159,7 +162,7 @@ def read(path: str | Path) -> list[dict]:
         try:
             row = json.loads(line)
             found = faults(row) if isinstance(row, dict) else ["not an object"]
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             found = [str(error)]
         if found:
             raise ExpertileError(f"{path}:{number}: {'; '.join(found)}")

@@ -45,9 +45,9 @@ class Request:
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in (("sets", 1), ("replays", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ExpertileError(f"{name}={getattr(self, name)}: give at least {least}")
+        for name, least, most in (("sets", 1, 1 << 20), ("replays", 1, 1 << 20), ("seed", 0, 1 << 62)):
+            if not least <= getattr(self, name) <= most:
+                raise ExpertileError(f"{name}={getattr(self, name)}: give a number from {least} to {most}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,10 @@ def _measure(request: Request, name: str, quant: str, implementations, setting: 
     if router is not None:
         router.check(problem.experts, problem.top_k)
     runs: dict[str, tuple[Implementation, Run]] = {}
-    inputs = _inputs(problem, request, setting, router)
+    try:
+        inputs = _inputs(problem, request, setting, router)
+    except RuntimeError as error:  # torch's for too little memory, on any device
+        raise ExpertileError(f"{name} {quant}: its weights cannot be made here: {str(error).splitlines()[0]}") from None
     for impl in implementations:
         if reasons := impl.fits(problem, router):
             yield Outcome(impl.name, State.ABSENT, name, quant, message="; ".join(reasons))
@@ -188,7 +191,7 @@ def _row(cell: _Cell, impl, timing: Timing, error: float, hit: float, request: R
         routing=cell.routing,
         experts_hit=round(hit, 2),
         time_us=round(timing.median, 3),
-        floor_us=round(floor_us(problem, hit, setting.hardware), 3),
+        floor_us=max(round(floor_us(problem, hit, setting.hardware), 3), 0.001),
         err=round(error, 6),
         plan=impl.plan_name(cell.inputs, cell.tokens),
         p10_us=round(timing.p10, 3),

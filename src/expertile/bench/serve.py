@@ -7,7 +7,6 @@ started together and stay, so A B A B takes no restart. Weights are random, the 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import re
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ExpertileError
+from ..policy import json_file
+from ..policy.json_file import shown
 from . import rows, serve_engine
 from .serve_engine import Load
 
@@ -63,11 +64,11 @@ def parse_arm(text: str) -> Arm:
     if not found:
         raise ExpertileError(f"arm {text!r}: give stock or ours, or a variant as in stock-NAME={{engine arguments}}")
     kind, variant, body = found.groups()
-    try:
-        given = json.loads(body or "{}")
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"arm {text!r}: its arguments are not JSON: {error}") from None
-    environment = {"EXPERTILE_VLLM": "1" if kind == OURS else "0", **given.pop("env", {})}
+    given = json_file.parsed(body or "{}", f"arm {shown(text)}")
+    changed = given.pop("env", {})
+    if not isinstance(changed, dict) or not all(isinstance(value, str) for value in changed.values()):
+        raise ExpertileError(f"arm {shown(text)}: env={shown(changed)} is not an object of texts")
+    environment = {"EXPERTILE_VLLM": "1" if kind == OURS else "0", **changed}
     if given.pop("specialise", False):
         if kind != OURS:
             raise ExpertileError(f"arm {text!r}: specialise is about our kernels, which {kind} has none of")

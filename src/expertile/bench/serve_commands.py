@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +11,10 @@ from typing import Annotated
 import typer
 
 from ..errors import ExpertileError
+from ..outputs import check_file, check_folder
+from ..policy import json_file
+from ..policy.json_file import shown
+from ..problem import whole_number
 from . import rows, serve, serve_models, serve_same
 from .serve import Load
 from .serve_table import serve_table
@@ -64,14 +68,18 @@ def vllm(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False)
+    if not math.isfinite(poisson) or not math.isfinite(kv_gib):
+        raise ExpertileError(f"poisson={poisson}, kv_gib={kv_gib}: give finite numbers")
     arms = [serve.parse_arm(text) for text in arm or (serve.STOCK, serve.OURS)]
     loads = _loads(batches, prompts, poisson, poisson_requests)
     shared = {
         **_environment(commit),
-        "problem": model if model in serve_models.MODELS else Path(model).name,
+        "problem": model if model in serve_models.MODELS else Path(model).resolve().name,
         "quant": quant,
     }
-    path, began, measured = out or rows.default_path(shared, "serve"), time.monotonic(), []
+    path = check_file(out or rows.default_path(shared, "serve"))
+    check_folder(logs, "logs")
+    began, measured = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         serve_models.write_config(Path(folder) / "model", model, quant, layers)
         arguments = serve.engine_arguments(Path(folder) / "model", len(arms), int(kv_gib * GIB), _json(engine))
@@ -103,9 +111,9 @@ def vllm(
 def vllm_same(
     model: Annotated[Path, typer.Option(help="folder of tiny-moe")] = Path("models/tiny-moe"),
     quant: Annotated[str, typer.Option(help=f"some of {','.join(FORMATS)}")] = ",".join(FORMATS),
-    prompts: Annotated[int, typer.Option(help="prompts that are continued")] = 32,
-    tokens: Annotated[int, typer.Option(help="tokens of a continuation")] = 64,
-    texts: Annotated[int, typer.Option(help="windows of 512 tokens of eval.txt that are scored")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts that are continued")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a continuation")] = 64,
+    texts: Annotated[int, typer.Option(min=1, help="windows of 512 tokens of eval.txt that are scored")] = 32,
     engine: Annotated[str, typer.Option(help="further arguments of vllm.LLM for every engine, as JSON")] = "{}",
     logs: Annotated[Path, typer.Option(help="what the engines print")] = Path("build/serve"),
 ):  # fmt: skip
@@ -115,6 +123,10 @@ def vllm_same(
     from rich.console import Console
 
     console, good = Console(highlight=False), True
+    check_folder(logs, "logs")
+    for name in quant.split(","):
+        if name not in FORMATS:
+            raise ExpertileError(f"quant={name!r} is not known here: use some of {', '.join(FORMATS)}")
     ids = _eval_ids(model)
     if len(ids) < 512 * texts:
         raise ExpertileError(f"--texts {texts}: eval.txt has {len(ids)} tokens, {len(ids) // 512} windows")
@@ -189,20 +201,14 @@ def _loads(batches: str, prompts: str, poisson: float, requests: int) -> tuple[L
 
 
 def _numbers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() and 0 < int(part) <= 128 for part in parts):
+    found = [whole_number(part.strip()) or 0 for part in text.split(",") if part.strip()]
+    if not all(0 < number <= 128 for number in found):
         raise ExpertileError(f"{text!r}: give numbers from 1 to 128 with commas between them")
-    return [int(part) for part in parts]
+    return found
 
 
 def _json(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"--engine {text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ExpertileError(f"--engine {text!r}: give a JSON object of engine arguments")
-    return found
+    return json_file.parsed(text, f"--engine {shown(text)}")
 
 
 def _environment(commit: str | None) -> dict[str, str]:

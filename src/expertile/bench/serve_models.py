@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import ExpertileError
+from ..policy import json_file
 from ..problem import BLOCK, Quant
 
 QWEN3 = {
@@ -80,7 +81,10 @@ def write_config(folder: Path, model: str, quant: str, layers: int | None = None
     if model in MODELS:
         config = dict(MODELS[model])
     elif (Path(model) / "config.json").is_file():
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = json_file.read(Path(model) / "config.json", "model config")
+        for name, kind in (("num_hidden_layers", int), ("model_type", str)):
+            if not isinstance(config.get(name), kind):
+                raise ExpertileError(f"{model}/config.json: {name}={config.get(name)!r}, a model of vLLM's has one")
     else:
         raise ExpertileError(f"model={model!r} is neither a folder with config.json nor one of {', '.join(MODELS)}")
     if layers is not None:

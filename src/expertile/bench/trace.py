@@ -24,22 +24,24 @@ def load(path: str) -> torch.Tensor:
     """ids [N, top_k] int64; ShapeError where the file is not such a trace."""
     try:
         ids = _read(Path(path))
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except Exception as error:  # torch.load raises what it likes, pickle's errors and struct's among it
         raise ShapeError(f"{PREFIX}{path} cannot be read as ids [N, top_k]: {error}") from None
     if ids.ndim != 2 or not ids.numel() or ids.min() < 0:
         raise ShapeError(f"{PREFIX}{path} has shape {tuple(ids.shape)}: ids [N, top_k] of at least 0 are needed")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ShapeError(f"{PREFIX}{path} holds {ids.dtype}: ids are integers")
     if (ids.sort(1).values.diff(dim=1) == 0).any():
         raise ShapeError(f"{PREFIX}{path}: a token visits one expert twice")
-    return ids
+    return ids.long()
 
 
 def _read(path: Path) -> torch.Tensor:
     if path.suffix == ".pt":
-        return torch.load(path, map_location="cpu", weights_only=True).long()
+        return torch.load(path, map_location="cpu", weights_only=True)
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
-        return torch.tensor([json.loads(line) for line in text.splitlines() if line.strip()], dtype=torch.int64)
-    return torch.tensor(json.loads(text)["ids"], dtype=torch.int64)
+        return torch.tensor([json.loads(line) for line in text.splitlines() if line.strip()])
+    return torch.tensor(json.loads(text)["ids"])
 
 
 def logits(problem: Problem, routing: str, noise: torch.Tensor, start: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from . import table
 from .histogram import experts_hit
 from .libraries import LIBRARIES, layout_bytes
 from .model import floor_us, plan_us
-from .rules import reasons, ring_reasons, tile_reasons
+from .rules import reasons, ring_reasons, stream_tile_reasons, tile_reasons
 from .settings import DEFAULT, Settings, Told
 from .tiles import choose_tiles, fused_quant, ring_by_rule, stream_reasons, stream_rows, stream_tiles
 from .words import explain
@@ -241,7 +241,11 @@ def unable(plan: Plan, hardware: Hardware) -> list[str]:
     found = [reason for tile in dict.fromkeys(tiles) for reason in tile_reasons(tile, plan.problem, hardware)]
     if plan.stream is Stream.NO and plan.gemm1.block_m != plan.gemm2.block_m:
         found.append(f"block_m={plan.gemm1.block_m} and {plan.gemm2.block_m}: one list of row tiles serves both")
-    return found + (stream_reasons(plan.problem) if plan.stream is not Stream.NO else [])
+    if plan.stream is Stream.NO:
+        return found
+    streamed = (plan.gemm2,) if plan.stream is Stream.DOWN else (plan.gemm1, plan.gemm2)
+    found += [reason for tile in dict.fromkeys(streamed) for reason in stream_tile_reasons(tile)]
+    return found + stream_reasons(plan.problem)
 
 
 def device(name: str) -> Hardware:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from ..errors import UnsupportedProblem
 from ..hardware import Hardware
 from ..plans import Backend, Plan
+from ..problem import BOUNDS
 from . import MARGIN, decide, table
 from .histogram import UNIFORM
 from .libraries import LIBRARIES
@@ -78,29 +80,32 @@ def _tokens(plan: Plan, hardware: Hardware, settings: Settings) -> list[str]:
     at, found = plan.problem.tokens, []
     for word, step in (("fewer", -1), ("more", 1)):
         if other := _first_other(plan, hardware, settings, step):
-            found.append(f"{word} tokens: from T={other.problem.tokens} on {other.name}")
+            found.append(f"{word} tokens: from T={other[0]} on {other[1]}")
         elif at:
             found.append(f"no {word} tokens, as far as a factor of {FURTHEST}")
     return found
 
 
-def _first_other(plan: Plan, hardware: Hardware, settings: Settings, step: int) -> Plan | None:
-    """The plan of the nearest token count below (-1) or above (1) that is another, found by halving."""
+def _first_other(plan: Plan, hardware: Hardware, settings: Settings, step: int) -> tuple[int, str] | None:
+    """The nearest token count below (-1) or above (1) with another plan, found by halving, and that plan's name."""
     at = plan.problem.tokens
     last, far = at, at
 
-    def planned(tokens: int) -> Plan:
-        return decide(plan.problem.with_tokens(tokens), hardware, None, settings)
+    def planned(tokens: int) -> str:
+        try:
+            return decide(plan.problem.with_tokens(tokens), hardware, None, settings).name
+        except UnsupportedProblem:
+            return "nothing: what the settings force cannot run there"
 
-    while far == last or planned(far).name == plan.name:
+    while far == last or planned(far) == plan.name:
         last = far
         far = max(1, far // 2) if step < 0 else max(far + 1, far * 2)
-        if far == last or not at / FURTHEST <= far <= max(at, 1) * FURTHEST:
+        if far == last or not at / FURTHEST <= far <= min(max(at, 1) * FURTHEST, BOUNDS["tokens"][1]):
             return None
     while abs(far - last) > 1:
         middle = (far + last) // 2
-        far, last = (middle, last) if planned(middle).name != plan.name else (far, middle)
-    return planned(far)
+        far, last = (middle, last) if planned(middle) != plan.name else (far, middle)
+    return far, planned(far)
 
 
 def _routings(plan: Plan, hardware: Hardware, settings: Settings) -> list[str]:

@@ -16,7 +16,7 @@ from ..errors import ShapeError
 from ..problem import Problem
 
 UNIFORM = "uniform"
-ZIPF = re.compile(r"zipf(\d+(?:\.\d+)?)")
+ZIPF = re.compile(r"zipf([0-9](?:\.[0-9]{1,6})?)")  # from 10 on the last experts' weights would be 0
 MOST_GROUPS = 24  # experts of nearly the same share are taken together
 
 Groups = tuple[tuple[float, float], ...]
@@ -24,9 +24,10 @@ Groups = tuple[tuple[float, float], ...]
 
 def check_name(routing: str) -> str:
     """The name, if it is one; ShapeError else."""
-    if routing not in (UNIFORM, "hot") and not ZIPF.fullmatch(routing) and not routing.startswith("trace:"):
+    traced = routing.startswith("trace:") and routing != "trace:"
+    if routing not in (UNIFORM, "hot") and not ZIPF.fullmatch(routing) and not traced:
         raise ShapeError(
-            f"routing={routing!r} is not known: use uniform, hot, zipf1.2 (or another exponent), trace:FILE"
+            f"routing={routing!r} is not known: use uniform, hot, zipf1.2 (or another exponent below 10), trace:FILE"
         )
     return routing
 
@@ -54,7 +55,8 @@ def _of_all(experts: int, top_k: int, routing: str) -> Groups:
     if not found or top_k == experts:
         return ((float(experts), top_k / experts),)
     weights = [rank ** -float(found[1]) for rank in range(1, experts + 1)]
-    return _grouped([1 - math.exp(-_level(weights, top_k) * weight) for weight in weights])
+    level = _level(weights, top_k)
+    return _grouped([1 - math.exp(-level * weight) for weight in weights])
 
 
 def _level(weights: list[float], top_k: int) -> float:

@@ -10,6 +10,7 @@ from .model import smem_bytes
 
 MAX_EXPERTS = 2047  # the routing kernel keeps one counter an expert in registers
 MAX_ROWS = 2**31 - 2**20  # routed rows are numbered in int32
+WARPS = (1, 2, 4, 8, 16, 32)  # a block has 1024 threads at most
 
 
 def reasons(backend: Backend, problem: Problem, hardware: Hardware, installed: Installed = ()) -> list[str]:
@@ -52,6 +53,8 @@ def tile_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> li
         value = getattr(config, name)
         if value < 16 or value & (value - 1):
             found.append(f"{name}={value}: a power of two of at least 16 is needed")
+    if not config.specialized and config.warps not in WARPS:
+        found.append(f"warps={config.warps}: use one of {_listed(WARPS)}")
     need = smem_bytes(config, problem)
     if need > hardware.smem_bytes:
         found.append(f"needs {need} bytes of shared memory, {hardware.name} has {hardware.smem_bytes}")
@@ -101,6 +104,10 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
     return found
 
 
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))
+
+
 GATHERED_BYTES = 2**35  # rows of x are found by 32-bit numbers of 16-byte pieces
 STREAM_BYTES = 131072  # weights that one block of stream_down holds in registers
 
@@ -114,6 +121,13 @@ def stream_reasons(problem: Problem) -> list[str]:
             f"inter={problem.inter} x top_k={problem.top_k} needs {need} bytes of registers, {STREAM_BYTES} are planned"
         ]
     return []
+
+
+def stream_tile_reasons(config: GemmConfig) -> list[str]:
+    """Why no streaming kernel could be compiled with this tile: block_n, block_k and warps are what counts of it."""
+    values = {"block_n": config.block_n, "block_k": config.block_k}
+    found = [f"stream: {name}={value} is no power of two" for name, value in values.items() if value & (value - 1)]
+    return found + ([] if config.warps in WARPS else [f"stream: warps={config.warps}: use one of {_listed(WARPS)}"])
 
 
 RING_CHOICES = 16  # of a token, held in registers

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ShapeError
 from ..plans import Backend, GemmConfig, Layout, Stream
 from ..problem import Problem, named_problem
+from . import json_file
 from .histogram import UNIFORM, check_name
+from .json_values import (
+    MOST,
+    Take,
+    activation_name,
+    count,
+    file_names,
+    flag,
+    made_by,
+    one_of,
+    or_null,
+    taken,
+    tile,
+    token_range,
+    wrong,
+)
 from .libraries import Installed
+from .table import load_file
 
 VARIABLE = "EXPERTILE_POLICY"
 OTHERS = "others"
@@ -30,7 +46,7 @@ class Told:
     sizes: tuple[int, int, int, int] | None = None
     label: str | None = None
     activation: str | None = None
-    tokens: tuple[int, int] = (0, 1 << 62)
+    tokens: tuple[int, int] = (0, MOST)
     backend: Backend | None = None
     gemm1: GemmConfig | None = None
     gemm2: GemmConfig | None = None
@@ -102,61 +118,63 @@ def from_file(path: Path, installed: Installed = ()) -> Settings:
 
     An override has "problem" (a known layer or "H,I,E,k"), "quant", "activation", "tokens" ([least, most]) to say what
     it is about, and "backend", or "gemm1", "gemm2" (fields of GemmConfig), "stream", "fuse_quant", to say what is done.
-    Tables are looked for beside the file.
+    Tables are looked for beside the file. ShapeError names file, key and value of whatever is wrong.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShapeError(f"{VARIABLE}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ShapeError(f"{path} is not JSON: {error}") from None
-    known = {field.name for field in fields(Settings)} - {"installed", "told"} | {"problems"}
-    _only(data, known, path)
-    told = tuple(_told(entry, path) for entry in data.pop("problems", ()))
-    for name, kind in (("backend", Backend), ("layout", Layout)):
-        if data.get(name) is not None:
-            data[name] = _member(kind, data[name], name, path)
-    data["tables"] = tuple(str(path.parent / table) for table in data.get("tables", ()))
-    check_name(data.get("routing", UNIFORM))
-    return Settings(installed=installed, told=told, **data)
+    data = json_file.read(path, "the policy's file")
+    problems = data.pop("problems", [])
+    found = taken(data, _OF_SETTINGS, f"{path}: ", more=("problems",))
+    if not isinstance(problems, list):
+        raise wrong(f"{path}: problems", problems, "give a list of objects")
+    forced = found.get("backend")
+    told = tuple(_told(entry, f"{path}: problems[{place}]", forced) for place, entry in enumerate(problems))
+    found["tables"] = tuple(str(path.parent / name) for name in found.get("tables", ()))
+    for name in found["tables"]:
+        try:
+            load_file(name)  # what is wrong with it is found here, not in the middle of a call
+        except ShapeError as error:
+            raise ShapeError(f"{path}: tables: {error}") from None
+    return Settings(installed=installed, told=told, **found)
 
 
-def _told(entry: Any, path: Path) -> Told:
-    _only(entry, {"problem", "quant", *(field.name for field in fields(Told))} - {"sizes", "label"}, path)
-    found: dict[str, Any] = {}
-    if "problem" in entry:
-        problem = named_problem(entry["problem"], 1)
-        found["sizes"] = (problem.hidden, problem.inter, problem.experts, problem.top_k)
-    if "quant" in entry:
-        found["label"] = named_problem("8,8,1,1", 1, entry["quant"]).label
-    if "activation" in entry:
-        found["activation"] = entry["activation"]
-    if "tokens" in entry:
-        least, most = entry["tokens"]
-        found["tokens"] = (int(least), int(most))
-    for name, kind in (("backend", Backend), ("stream", Stream)):
-        if name in entry:
-            found[name] = _member(kind, entry[name], name, path)
-    for name in ("gemm1", "gemm2"):
-        if name in entry:
-            try:
-                found[name] = GemmConfig(**entry[name])
-            except TypeError as error:
-                raise ShapeError(f"{path}: {name}={entry[name]!r}: {error}") from None
-    if "fuse_quant" in entry:
-        found["fuse_quant"] = bool(entry["fuse_quant"])
+def _told(entry: Any, where: str, forced: Backend | None) -> Told:
+    found = taken(entry, _OF_TOLD, f"{where}.")
+    kernel = [name for name in ("gemm1", "gemm2", "stream", "fuse_quant") if name in found]
+    backend = found.get("backend") or forced
+    if kernel and backend not in (None, Backend.TRITON):
+        raise wrong(f"{where}.{kernel[0]}", entry[kernel[0]], f"only triton takes it, not backend={backend.value!r}")
+    if kernel and "gemm1" not in found and found.get("stream", Stream.NO) is Stream.NO:
+        raise wrong(f"{where}.{kernel[0]}", entry[kernel[0]], "give gemm1 too, of which it is a change")
+    if "problem" in found:
+        found["sizes"] = found.pop("problem")
+    if "quant" in found:
+        found["label"] = found.pop("quant")
     return Told(**found)
 
 
-def _only(data: Any, known: set[str], path: Path) -> None:
-    if not isinstance(data, dict):
-        raise ShapeError(f"{path}: {data!r} is not an object")
-    for name in data:
-        if name not in known:
-            raise ShapeError(f"{path}: {name!r} is not known: use some of {', '.join(sorted(known))}")
+def _sizes(name: str) -> tuple[int, int, int, int]:
+    if name.count(",") > 3:
+        raise ShapeError("give H,I,E,k alone; the activation is a key of its own")
+    problem = named_problem(name, 1)
+    return problem.hidden, problem.inter, problem.experts, problem.top_k
 
 
-def _member(kind, value, name: str, path: Path):
-    if value not in [member.value for member in kind]:
-        raise ShapeError(f"{path}: {name}={value!r}: use one of {', '.join(member.value for member in kind)}")
-    return kind(value)
+_OF_SETTINGS: dict[str, Take] = {
+    "backend": or_null(one_of(Backend)),
+    "others": flag,
+    "routing": made_by(check_name, "give a text such as uniform, hot, zipf1.2 or trace:FILE"),
+    "layout": or_null(one_of(Layout)),
+    "spare_bytes": or_null(count),
+    "scratch_bytes": or_null(count),
+    "tables": file_names,
+}
+_OF_TOLD: dict[str, Take] = {
+    "problem": made_by(_sizes, "give a known layer or H,I,E,k as a text"),
+    "quant": made_by(lambda name: named_problem("8,8,1,1", 1, name).label, "give a text such as bf16 or fp8_block"),
+    "activation": activation_name,
+    "tokens": token_range,
+    "backend": one_of(Backend),
+    "gemm1": tile,
+    "gemm2": tile,
+    "stream": one_of(Stream),
+    "fuse_quant": flag,
+}

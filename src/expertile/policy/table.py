@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from ..errors import ShapeError
 from ..plans import Backend, GemmConfig, Stream
 from ..problem import Problem
+from . import json_file
 from .histogram import UNIFORM, mean_rows
+from .json_values import Take, flag, one_of, size, taken, text, tile_in_order, time, wrong
 
 #: How much a factor in hidden, and in inter, counts beside the same factor in rows an expert, where no entry has the
 #: very sizes. With each layer of the H200's table left out in turn, its neighbours by this distance have the winner's
@@ -67,15 +70,46 @@ def load(device: str) -> dict:
 @lru_cache(maxsize=32)
 def load_file(path: str) -> dict:
     """A table that `expertile tune` wrote; ShapeError names a file that is none."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShapeError(f"table {path}: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ShapeError(f"table {path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ShapeError(f"table {path} has no entries: give a file that `expertile tune` wrote")
+    return read_file(Path(path))
+
+
+def read_file(path: Path) -> dict:
+    """The same as the file is now."""
+    found = json_file.read(path, "table")
+    if not isinstance(found.get("entries"), list):
+        raise ShapeError(f"table {path} has no list of entries: give a file that `expertile tune` wrote")
+    for name, kind in (("device", dict), ("runs", list)):
+        if not isinstance(found.get(name, kind()), kind):
+            raise wrong(f"table {path}: {name}", found[name], "give a file that `expertile tune` wrote")
+    for place, entry in enumerate(found["entries"]):
+        where = f"table {path}: entries[{place}]"
+        taken(entry, _OF_ENTRY, f"{where}.", more=("run",))
+        if missing := [name for name in _OF_ENTRY if name not in entry and name not in _MAY_LACK]:
+            raise wrong(where, entry, f"it has no {missing[0]}")
     return found
+
+
+def _others(value: Any, where: str) -> None:
+    """Other libraries' times: each is called what its Backend is."""
+    taken(value, {each.value: _other for each in Backend}, f"{where}.")
+
+
+def _other(value: Any, where: str) -> None:
+    kinds: dict[str, Take] = {"time_us": time, "version": text}
+    if taken(value, kinds, f"{where}.").keys() != kinds.keys():
+        raise wrong(where, value, "give time_us and version")
+
+
+_OF_ENTRY: dict[str, Take] = {
+    **dict.fromkeys(("hidden", "inter", "experts", "top_k", "tokens"), size),
+    **dict.fromkeys(("label", "activation", "routing"), text),
+    **dict.fromkeys(("gated", "fuse_quant"), flag),
+    **dict.fromkeys(("gemm1", "gemm2"), tile_in_order),
+    "stream": one_of(Stream),
+    "time_us": time,
+    "others": _others,
+}
+_MAY_LACK = ("activation", "routing", "others")
 
 
 def tables(device: str, paths: tuple[str, ...] = ()) -> list[dict]:

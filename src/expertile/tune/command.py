@@ -15,6 +15,7 @@ from ..bench import rows
 from ..bench.inputs import check_routing
 from ..bench.runner import Setting
 from ..errors import ShapeError, UnsupportedProblem
+from ..outputs import check_file
 from ..runtime.backends import installed
 from . import engine_files, model_config, peers, tables
 from .search import GpuLost, Machine, Task, journal_path, tune
@@ -28,6 +29,14 @@ def task(
     """The Task of the command's options; ShapeError where they do not name one layer and format."""
     if (problem is None) == (model is None):
         raise ShapeError("give one of --problem and --model")
+    if tensor_parallel < 1:
+        raise ShapeError(f"tensor_parallel={tensor_parallel}: give at least 1")
+    if problem is not None and tensor_parallel != 1:
+        raise ShapeError(f"tensor_parallel={tensor_parallel} goes with --model; --problem has the sizes of a rank")
+    if replays < 1:
+        raise ShapeError(f"replays={replays}: give at least 1")
+    if budget_s is not None and not budget_s >= 0:
+        raise ShapeError(f"budget_seconds={budget_s}: give at least 0")
     if model is not None:
         layer = model_config.read(model, tensor_parallel)
         problem, quant = layer.problem, quant or layer.quant
@@ -62,6 +71,8 @@ def work(task: Task, setting: Setting, out: Path) -> int:
 
 def supervised(command: Sequence[str], out: Path) -> int:
     """The parent: starts the worker (again, where it died), shows how far it is; the exit code of the command."""
+    check_file(out)
+    check_file(journal_path(out))
     console, left_out = Console(), {}
 
     def report(event: dict) -> None:
@@ -82,8 +93,12 @@ def supervised(command: Sequence[str], out: Path) -> int:
 
 def add_peers(out: Path, files: Sequence[Path]) -> int:
     """Puts the peers' times of benchmark rows into the table `out`; returns how many."""
+    found = [rows.read(file) for file in files]
+    if not out.exists():
+        raise ShapeError(f"out={str(out)!r} is not there: give the table that the times go into")
+    check_file(out)
     table = tables.read(out)
-    count = sum(peers.add(table, rows.read(file)) for file in files)
+    count = sum(peers.add(table, each) for each in found)
     if count:
         tables.save(out, table)
     return count
@@ -95,11 +110,11 @@ def export(engine: str, task: Task, setting: Setting, folder: Path) -> int:
 
     device_name = _device_name(setting)
     problem = task.problem_at(max(task.tokens))
-    engine_files.file_name(engine, problem, device_name)
+    triton = dict(installed()).get("triton", "none")
+    check_file(engine_files.file_path(engine, folder, problem, device_name, triton))
     console = Console()
     with _progress(f"{engine} {task.problem} {task.quant}", console) as follow:
         found = search_vllm.search(task, setting, follow)
-    triton = dict(installed()).get("triton", "none")
     path = search_vllm.write(engine, folder, problem, device_name, triton, found)
     for tokens, each in found.items():
         stock_us, time_us = each["stock_us"], each["time_us"]

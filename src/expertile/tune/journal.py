@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import ShapeError
+
 TRYING, RAN, DONE, MEASURED, CRASHED = "trying", "ran", "done", "measured", "crashed"
 MOST_TRIES = 2  # a plan during whose first call the process ended as often is not tried again
 
@@ -26,11 +28,14 @@ class Journal:
     def open(cls, path: Path) -> Journal:
         found = cls(path)
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ShapeError(f"journal {path} cannot be read: {error}") from None
             whole = text[: text.rfind("\n") + 1]
+            found.lines = [_line(line, f"{path}:{number}") for number, line in enumerate(whole.splitlines(), 1)]
             if whole != text:
                 path.write_text(whole, encoding="utf-8")
-            found.lines = [json.loads(line) for line in whole.splitlines()]
         return found
 
     def write(self, cell: dict, state: str, plan: str | None = None, **fields) -> None:
@@ -70,3 +75,15 @@ class Journal:
         """The plan whose first call began and did not end in any way, if one is left so."""
         last = [line for line in self.of(cell) if line["state"] != DONE]
         return last[-1]["plan"] if last and last[-1]["state"] == TRYING else None
+
+
+def _line(text: str, where: str) -> dict:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ShapeError(f"{where} is not JSON ({error}): mend the journal, or move it away to begin anew") from None
+    if not isinstance(found, dict) or not {"cell", "state"} <= found.keys():
+        raise ShapeError(f"{where} is no line of a journal: mend it, or move it away to begin anew")
+    if found["state"] != DONE and not isinstance(found.get("plan"), str):
+        raise ShapeError(f"{where} names no plan: mend it, or move it away to begin anew")
+    return found

@@ -90,6 +90,7 @@ def tune(
     """
     if not setting.hardware.is_hopper:
         raise UnsupportedProblem(f"tiles are measured on a Hopper GPU; this machine is {setting.hardware.name}")
+    tables.check_device(out, tables.read(out), machine.device)  # before hours of measuring, not after
     journal, started, found = Journal.open(journal_path(out)), monotonic(), []
     cells = task.cells()
     report({"total": len(cells)})

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import ExpertileError, ShapeError
 from ..plans import Backend, GemmConfig, Plan, Stream
 from ..policy.histogram import UNIFORM
+from ..policy.table import read_file
 
 MARGIN = 0.01  # a challenger must be this much faster at least than what is kept without it
 MOST_NOISE = 0.05
@@ -62,7 +63,7 @@ def read(path: Path) -> dict:
     """A table, in today's form whatever its age; empty where there is no file."""
     if not path.is_file():
         return {"device": {}, "runs": [], "entries": []}
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_file(path)
     runs = found.get("runs") or [found.get("measured_with", {})]
     return {"device": found.get("device", {}), "runs": runs, "entries": found["entries"]}
 
@@ -71,6 +72,14 @@ def key(entry: Mapping) -> tuple:
     """What two entries that replace one another have in common. Older ones say no activation, and uniform routing."""
     defaults = {"activation": "", "routing": UNIFORM}
     return tuple(entry.get(name, defaults.get(name)) for name in KEY)
+
+
+def check_device(path: Path, table: Mapping, device: Mapping) -> None:
+    """ShapeError where the table holds another device's entries."""
+    for name, value in device.items():
+        if table["device"].get(name, value) != value:
+            was = table["device"][name]
+            raise ShapeError(f"{path} was measured on {name}={was!r}, this is {value!r}: give another --out")
 
 
 def write(path: Path, entries: Sequence[Mapping], run: Mapping[str, str], device: Mapping | None = None) -> None:
@@ -82,10 +91,7 @@ def write(path: Path, entries: Sequence[Mapping], run: Mapping[str, str], device
     if not entries:
         raise ExpertileError(f"nothing was measured: {path} is left as it is")
     old = read(path)
-    for name, value in (device or {}).items():
-        if old["device"].get(name, value) != value:
-            was = old["device"][name]
-            raise ShapeError(f"{path} was measured on {name}={was!r}, this is {value!r}: give another --out")
+    check_device(path, old, device or {})
     runs = [*old["runs"]] if dict(run) in old["runs"] else [*old["runs"], dict(run)]
     place = runs.index(dict(run))
     merged = {key(each): each for each in old["entries"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 from collections import deque
 from datetime import date
@@ -16,6 +15,10 @@ from urllib.parse import urlsplit
 import typer
 
 from ...errors import ExpertileError, MissingExtra
+from ...outputs import check_file
+from ...policy import json_file
+from ...policy.json_file import shown
+from ...problem import whole_number
 from .. import rows
 
 KEY = "EXPERTILE_API_KEY"
@@ -70,6 +73,8 @@ def serve(
     from .session import Interrupted, Request, measure
 
     base = parse_url(url)
+    if not quant:
+        raise ExpertileError("quant='': give what the rows are to say")
     labels = {**_environment(base, gpu, commit), "quant": quant, **({"impl": impl} if impl else {})}
     request = Request(
         loads=_loads(concurrency, rate, requests, seconds, drain), lengths=parse_lengths(lengths), model=model,
@@ -78,7 +83,7 @@ def serve(
     )  # fmt: skip
     extra = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_json(body)}
     client = Client(base, api, extra, timeout, os.environ.get(api_key_env) or None)
-    path = out or rows.default_path(labels, "load")
+    path = check_file(out or rows.default_path(labels, "load"))
     try:
         with _Shown(request.loads) as progress:
             outcome = asyncio.run(measure(client, request, lambda row: rows.write(path, [row]), progress))
@@ -182,21 +187,16 @@ def _prompts(text: str, api: str):
     kind, _, size = text.partition(":")
     if kind == "text" and not size:
         return None
-    if kind != "ids" or not size.isdigit() or not 2 <= int(size) <= 1 << 31:
+    vocabulary = whole_number(size)
+    if kind != "ids" or vocabulary is None or not 2 <= vocabulary <= 1 << 31:
         raise ExpertileError(f"prompts={text!r}: give text, or ids:VOCABULARY as in ids:151936")
     if api == "chat":
         raise ExpertileError(f"prompts={text!r}: a chat takes text only; use --api completions")
-    return Ids(int(size))
+    return Ids(vocabulary)
 
 
 def _json(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ExpertileError(f"body={text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ExpertileError(f"body={text!r}: give a JSON object")
-    return found
+    return json_file.parsed(text, f"body={shown(text)}")
 
 
 def _environment(url: str, gpu: str | None, commit: str | None) -> dict[str, str]:

@@ -14,7 +14,7 @@ TIMES = ("ttft", "tpot", "itl", "e2el")
 PERCENTS = (50, 90, 99)
 MOST_REASONS = 10
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_BOUND = re.compile(r"(ttft|tpot|e2el)=(\d+(?:\.\d+)?)(us|ms|s)")
+_BOUND = re.compile(r"(ttft|tpot|e2el)=([0-9]{1,18}(?:\.[0-9]{1,18})?)(us|ms|s)")
 
 
 def parse_slo(text: str) -> dict[str, float]:

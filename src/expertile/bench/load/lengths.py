@@ -12,7 +12,7 @@ from ..serve import MIX
 #: The mix that `expertile bench vllm --poisson` draws from.
 LONG_TAIL = "long-tail"
 MOST = 1 << 20
-_PART = re.compile(r"(\d+)(?:-(\d+))?/(\d+)(?:-(\d+))?(?:\*(\d+))?")
+_PART = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?/([0-9]{1,18})(?:-([0-9]{1,18}))?(?:\*([0-9]{1,18}))?")
 
 
 @dataclass(frozen=True)
