@@ -19,7 +19,7 @@ from .libraries import LIBRARIES, layout_bytes
 from .model import floor_us, plan_us
 from .rules import reasons, ring_reasons, stream_tile_reasons, tile_reasons
 from .settings import DEFAULT, Settings, Told
-from .tiles import choose_tiles, fused_quant, ring_by_rule, stream_reasons, stream_rows, stream_tiles
+from .tiles import STREAM_ROWS, choose_tiles, fused_quant, ring_by_rule, stream_reasons, stream_tiles
 from .words import explain
 
 __all__ = ["DEFAULT", "Settings", "decide", "device", "explain", "reasons", "ring_reasons", "tile_reasons", "unable"]
@@ -166,9 +166,9 @@ def _by_rule(plan: Plan, hardware: Hardware) -> Plan | None:
     Streaming wants hardly two rows at one expert: it reads an expert's weights for each.
     """
     p = plan.problem
-    if 0 < p.rows <= stream_rows(p) and experts_hit(p, plan.routing) >= 0.9 * p.local_rows and not stream_reasons(p):
+    if 0 < p.rows <= STREAM_ROWS and experts_hit(p, plan.routing) >= 0.9 * p.local_rows and not stream_reasons(p):
         gemm1, gemm2 = stream_tiles(p)
-        source = f"streamed, as at most {stream_rows(p)} routed rows are"
+        source = f"streamed, as at most {STREAM_ROWS} routed rows are"
         return replace(plan, gemm1=gemm1, gemm2=gemm2, stream=Stream.BOTH, pdl=True, source=source)
     if tile := ring_by_rule(p, hardware):
         source = "both products in one launch, as some tens of routed rows are"

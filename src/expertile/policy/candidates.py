@@ -10,7 +10,7 @@ from ..plans import RING_TOKENS, Backend, GemmConfig, Plan, Stream
 from ..problem import Problem, Quant
 from .histogram import UNIFORM, mean_rows
 from .rules import stream_reasons, tile_reasons
-from .tiles import SPECIALIZED, choose_tiles, fused_quant, more_stream_tiles, ring_tiles, stream_rows, stream_tiles
+from .tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant, more_stream_tiles, ring_tiles, stream_tiles
 
 STREAM_MOST = 64  # routed rows beyond which streaming is not even tried
 
@@ -37,7 +37,7 @@ def candidates(problem: Problem, hardware: Hardware, routing: str = UNIFORM) -> 
         for gemm1, gemm2 in pairs
         if not (tile_reasons(gemm1, problem, hardware) or tile_reasons(gemm2, problem, hardware))
     ]
-    first = found if problem.rows <= stream_rows(problem) else grouped
+    first = found if problem.rows <= STREAM_ROWS else grouped
     return list(dict.fromkeys([*first, *found, *grouped]))
 
 

@@ -10,6 +10,7 @@ from ..problem import BLOCK, Problem, Quant
 from .rules import ring_reasons, stream_reasons, tile_reasons
 
 RING_ROWS, RING_RULE_TOKENS = 20, 24
+STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
 #: block_k -> the tile of 128 x 256 x 128 bytes whose blocks stay on their SM
 SPECIALIZED = {k: GemmConfig(128, 256, k, 12, 4, False, 8, specialized=True) for k in (64, 128)}
@@ -23,33 +24,22 @@ def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
     return problem.quant is Quant.FP8_BLOCK and columns % BLOCK == 0
 
 
-def stream_rows(problem: Problem) -> int:
-    """Routed rows up to which streaming beats what groups them, on an H200 in seven layers (2026-12-03).
-
-    With a long row of w2 a block of stream_down holds few columns: nemotron-3-nano's 1856 values lose at 12 rows.
-    """
-    return 20 if problem.inter <= 1024 else 10
-
-
 def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
-    """(up, down): pieces of 16 weight rows a block, long ones where blocks are few; of w2 as many columns as a block's
-    registers hold.
+    """(up, down): pieces of 16 weight rows a block; of w2 as many columns as a block's registers hold.
 
     From 8-bit w2 that is 64 KiB, from 16-bit w2 32: there more columns were slower on an H200 (2026-12-03).
     """
     item = _item(problem)
-    blocks = problem.rows * -(-problem.inter // 8)
-    up = _up(512, 4) if blocks >= 512 else _up(_longest(problem), 8)
     row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
     columns = max(1, min(16, 65536 // item // row))
-    return up, GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+    return _up(_longest(problem), 8), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
 
 
 def more_stream_tiles(problem: Problem) -> list[tuple[GemmConfig, GemmConfig]]:
     """stream_tiles and what else won somewhere: fewer warps or shorter pieces of a row, half the columns."""
     _, down = stream_tiles(problem)
     long = _longest(problem)
-    ups = dict.fromkeys((_up(512, 4), _up(long, 8), _up(long, 4), replace(_up(512, 8), block_n=32)))
+    ups = dict.fromkeys((_up(long, 8), _up(long, 4), _up(512, 4), replace(_up(512, 8), block_n=32)))
     downs = (down, replace(down, block_n=max(1, down.block_n // 2), warps=4))
     return [(up, down) for down in downs for up in ups]
 
@@ -127,6 +117,6 @@ def choose_tiles(problem: Problem, hardware: Hardware) -> tuple[GemmConfig, Gemm
 
 
 __all__ = [
-    "SPECIALIZED", "choose_tiles", "fused_quant", "more_stream_tiles", "ring_tiles", "stream_reasons", "stream_rows",
+    "SPECIALIZED", "STREAM_ROWS", "choose_tiles", "fused_quant", "more_stream_tiles", "ring_tiles", "stream_reasons",
     "stream_tiles",
 ]  # fmt: skip
