@@ -382,7 +382,7 @@ def test_options_after_the_command_belong_to_it(tmp_path):
         (("--ready-after", "1e300", "--", "true"), "ready_after=1e+300"),
         (("--ready-after", "nan", "--", "true"), "ready_after=nan"),
         (("--json", "/nowhere/at/all.json", "--", "true"), "no folder '/nowhere/at'"),
-        (("--json", "/", "--", "echo", "ran"), "json='/' is a folder: name a file in it"),
+        (("--json", "/", "--", "echo", "ran"), "json='/' is a folder: give a file"),
         (("--json", "/proc/report.json", "--", "echo", "ran"), "json='/proc/report.json' cannot be written"),
         (("--", "/nowhere/at/all"), "cannot run '/nowhere/at/all': No such file"),
     ],
