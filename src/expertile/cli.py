@@ -35,7 +35,9 @@ def explain(
     full: Annotated[
         bool, typer.Option("--full", help="also every other library, the table's row, and what would change it")
     ] = False,
-    routing: Annotated[str, typer.Option(help="expected: uniform, zipf1.2, hot")] = "uniform",
+    routing: Annotated[
+        str | None, typer.Option(help="expected: uniform, zipf1.2, hot", show_default="uniform, or the policy's")
+    ] = None,
     static_scale: Annotated[bool, typer.Option("--static-scale", help="fp8_tensor: activation scales given")] = False,
     libraries: Annotated[
         str, typer.Option(help="to choose from: vllm=0.26.0,flashinfer-python=0.6.14, or `installed`")
@@ -167,7 +169,7 @@ def _hardware(name: str):
     return device(name)
 
 
-def _settings(policy: str, libraries: str, routing: str, layout: str | None):
+def _settings(policy: str, libraries: str, routing: str | None, layout: str | None):
     from dataclasses import replace
 
     from .plans import Layout
@@ -181,7 +183,7 @@ def _settings(policy: str, libraries: str, routing: str, layout: str | None):
     return replace(
         settings,
         others=settings.others or bool(libraries),
-        routing=settings.routing if routing == "uniform" else check_name(routing),
+        routing=settings.routing if routing is None else check_name(routing),
         layout=Layout(layout) if layout else settings.layout,
     )
 

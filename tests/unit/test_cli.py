@@ -54,6 +54,21 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
     assert forced.returncode == 2 and "backend=triton cannot" in forced.stderr
 
 
+def test_a_routing_that_is_given_comes_before_the_files(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"routing": "zipf1.2"}))
+    words = ("explain", "--tokens", "16", "--policy", str(path))
+    assert "(zipf1.2 routing)" in expertile(*words).stdout
+    assert "(uniform routing)" in expertile(*words, "--routing", "uniform").stdout
+
+
+def test_the_header_says_what_the_times_do_not_tell_apart():
+    words = ("explain", "--tokens", "16", "--problem", "64,32,8,2,bias", "--quant", "fp8_tensor")
+    assert "fp8_tensor dynamic scales silu bias on h200" in expertile(*words).stdout
+    assert "fp8_tensor static scales silu bias on h200" in expertile(*words, "--static-scale").stdout
+    assert "(trace:t.json, priced as uniform)" in expertile(*words, "--routing", "trace:t.json").stdout
+
+
 def test_in_full_it_looks_beyond_what_the_file_can_run(tmp_path):
     ring = dict(block_m=16, block_n=128, block_k=64, warps=12, stages=6, swap=True, tma=True)
     path = tmp_path / "policy.json"
