@@ -117,6 +117,7 @@ def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
         (("explain", "--libraries", "vllm=\u00b2"), "package=version"),
         (("explain", "--libraries", "nonsense=1"), "nonsense is not known"),
         (("explain", "--libraries", "vllm=0.26.0,vllm=0.27.0"), "each package once"),
+        (("audit", ""), "path '' is empty"),
         (("watch", "--ready-after", "nan", "--", "true"), "ready_after=nan"),
         (("explain", "--layout", "sideways"), "sideways"),
         (("explain", "--policy", "fastest"), "fastest"),
@@ -130,6 +131,14 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("expertile: ") and word in line
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_one_line_and_exit_code_2():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "expertile.cli", "explain", "--tokens", "1"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "expertile: [Errno 28] No space left on device\n")
 
 
 def test_an_unknown_command_is_refused():

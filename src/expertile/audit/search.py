@@ -29,6 +29,8 @@ def audit(paths: Iterable[str | Path]) -> Report:
     """
     if isinstance(paths, (str, Path)):
         raise ExpertileError(f"paths={str(paths)!r}: give a list of paths")
+    if "" in (paths := list(paths)):
+        raise ExpertileError("path '' is empty: give files and folders, '.' for the current one")
     sources = [read(path) for path in python_files([Path(each) for each in paths])]
     findings = [_unreadable(source.path, source.trouble) for source in sources if source.trouble]
     modules = _modules(sources, findings)
