@@ -98,7 +98,7 @@ def _module(source: Parsed) -> Module:
             froms.append(node)
         elif isinstance(node, ast.Import):
             imports += node.names
-    kernels = kernels_in(functions, source.tree, source.path, jit_names(froms))
+    kernels = kernels_in(functions, source.tree, source.path, jit_names(imports, froms, source.tree))
     lines = {kernel.line for kernel in kernels}
     launchers = launchers_in([each for each in functions if each.lineno not in lines], calls, source.path)
     named = {alias.asname or alias.name: (node.module or "", alias.name) for node in froms for alias in node.names}
