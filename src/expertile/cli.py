@@ -5,6 +5,7 @@ Each command imports its room only when it runs.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ import typer
 from . import cli_cache, cli_sagemaker, cli_watch
 from .cli_audit import audit
 from .errors import ExpertileError, ShapeError
+from .outputs import refuse_unused
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +37,9 @@ def explain(
     full: Annotated[
         bool, typer.Option("--full", help="also every other library, the table's row, and what would change it")
     ] = False,
-    routing: Annotated[str, typer.Option(help="expected: uniform, zipf1.2, hot")] = "uniform",
+    routing: Annotated[
+        str | None, typer.Option(help="expected: uniform, zipf1.2, hot", show_default="uniform, or the policy's")
+    ] = None,
     static_scale: Annotated[bool, typer.Option("--static-scale", help="fp8_tensor: activation scales given")] = False,
     libraries: Annotated[
         str, typer.Option(help="to choose from: vllm=0.26.0,flashinfer-python=0.6.14, or `installed`")
@@ -94,6 +98,7 @@ def bench(context: typer.Context):
 
 @app.command()
 def tune(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="table to add to (JSON); with --export the folder for the engine's file")],
     problem: Annotated[str | None, typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]")] = None,
     model: Annotated[Path | None, typer.Option(help="instead: a model's config.json, or its folder")] = None,
@@ -124,6 +129,7 @@ def tune(
     from .tune import command
 
     if peers_from:
+        refuse_unused(context, "--peers-from", {"out", "peers_from"})
         print(f"{command.add_peers(out, peers_from)} times of other libraries in {out}")
         return
     from .cli_bench import parse_tokens, setting_of
@@ -167,7 +173,7 @@ def _hardware(name: str):
     return device(name)
 
 
-def _settings(policy: str, libraries: str, routing: str, layout: str | None):
+def _settings(policy: str, libraries: str, routing: str | None, layout: str | None):
     from dataclasses import replace
 
     from .plans import Layout
@@ -181,7 +187,7 @@ def _settings(policy: str, libraries: str, routing: str, layout: str | None):
     return replace(
         settings,
         others=settings.others or bool(libraries),
-        routing=settings.routing if routing == "uniform" else check_name(routing),
+        routing=settings.routing if routing is None else check_name(routing),
         layout=Layout(layout) if layout else settings.layout,
     )
 
@@ -239,8 +245,18 @@ def _version(package: str) -> str:
 def main() -> None:
     """Entry point: what is wrong with the input is one line on stderr and exit code 2, never a traceback."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # a full disk is found out here, not when Python has ended
     except ExpertileError as error:
+        print(f"expertile: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer must not fail again
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(1) from None  # as typer does: whoever read has had enough
         print(f"expertile: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -13,7 +13,7 @@ import typer
 from .bench import serve_commands
 from .bench.load import command as load_command
 from .errors import ExpertileError
-from .outputs import check_file
+from .outputs import check_file, refuse_unused
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -83,6 +83,7 @@ app.command("layer", help="A whole layer: router logits in, output out.")(measur
 
 @app.command()
 def policy(
+    context: typer.Context,
     problem: Annotated[
         list[str] | None,
         typer.Option(help="H,I,E,k or a known layer; may be repeated", show_default="six that no table has"),
@@ -112,17 +113,15 @@ def policy(
     commit: Annotated[str | None, typer.Option(help="for the rows, where there is no git checkout")] = None,
 ):
     """What the policy's choice loses against the fastest of all candidates, and gains on a fixed list of backends."""
+    from .api import settings
     from .bench import policy as room
     from .bench import rows
     from .policy.settings import Settings
     from .runtime.backends import installed
 
     if judge is not None:
-        if problem or quant or tokens or against_default or out:
-            raise ExpertileError(
-                "--judge measures nothing: give neither --problem, --quant, --tokens, --out nor --against-default"
-            )
-        typer.echo("\n".join(room.judgement(rows.read(judge))))
+        refuse_unused(context, "--judge", {"judge"})
+        typer.echo("\n".join(room.judgement(rows.read(judge), settings())))
         return
     if budget_seconds is not None and not budget_seconds >= 0:
         raise ExpertileError(f"budget_seconds={budget_seconds}: give at least 0")
@@ -257,15 +256,20 @@ def report(
     from rich.console import Console
 
     from .bench import rows
-    from .bench.table import tables
+    from .bench.table import TIMED, tables, without_table
 
     if plot is not None:
         check_file(plot, "plot")
     found = [row for file in files for row in rows.read(file)]
     if not found:
         raise ExpertileError(f"no rows in {', '.join(map(str, files))}")
-    console = Console()
-    for table in tables(found):
+    console, made = Console(), tables(found)
+    if left_out := ", ".join(without_table(found)):
+        said = f"no table is made of rows of {left_out}, only of {' and '.join(TIMED)}"
+        if not made:
+            raise ExpertileError(f"{said}: give rows that `bench experts` or `bench layer` wrote")
+        typer.echo(said, err=True)
+    for table in made:
         console.print(table)
     if plot is not None:
         from .bench.plot import plot as draw

@@ -1,4 +1,6 @@
-"""Where a command writes at its end: tried before anything is measured, so that nothing that was measured is lost."""
+"""Where a command writes at its end: tried before anything is measured, so that nothing that was measured is lost. And
+options that it would drop.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +37,13 @@ def check_folder(path: Path, option: str) -> Path:
         raise ExpertileError(f"{option}={str(path)!r} is no folder: give one")
     check_file(path / ".expertile", option)
     return path
+
+
+def refuse_unused(context, way: str, used: set[str]) -> None:
+    """ExpertileError naming the options given, says a typer.Context, that are not `used` with the option `way`."""
+    given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if unused := [f"--{name.replace('_', '-')}" for name in given if name not in used]:
+        raise ExpertileError(f"{way} measures nothing and does not use {', '.join(unused)}: leave that out")
 
 
 def _remove(path: Path, folders: list[Path]) -> None:

@@ -107,11 +107,11 @@ def test_two_arguments_that_differ_are_both_named(x):
     assert sealed.events[0].blame == "x_ptr (address divisible by 16), n (== 1)"
 
 
-def test_a_kernel_that_was_never_compiled_says_so(x):
+def test_a_kernel_that_was_never_launched_says_so(x):
     with guard.seal("count") as sealed:
         kernels.plus[(1,)](x, 5, 64)
     (event,) = sealed.events
-    assert event.blame == "never compiled before" and event.advice == ("warm it before sealing",)
+    assert event.blame == "not launched before" and event.advice == ("warm it before sealing",)
     assert event.nearest_key == "" and event.variants == 0
 
 

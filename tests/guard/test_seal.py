@@ -79,6 +79,7 @@ def test_a_kernel_on_disk_is_loaded_in_every_mode(x, caplog):
         kernels.plus[(1,)](x, 5, 64)
     (event,) = strict.events
     assert event.kind == "load" and event.ms > 0 and strict.compiles == 0
+    assert event.blame == "not launched before" and "compiled or loaded it before" in event.text
     assert [record.levelname for record in caplog.records] == [
         "INFO"
     ] and "was loaded from the cache on disk" in event.text

@@ -51,10 +51,10 @@ def test_what_was_warmed_is_launched_without_an_event(x):
 
 def test_arguments_of_every_kind():
     sixteen = torch.zeros(16)
-    given = {"x_ptr": "*fp32", "bias_ptr": "*bf16", "scale": "fp32", "sizes": ("i32", 1)}
+    given = {"x_ptr": "*fp32", "scale": "fp32", "sizes": ("i32", 1)}
     guard.warm(
         [
-            Variant(kernels.affine, given, {"DTYPE": tl.float32}),
+            Variant(kernels.affine, {**given, "bias_ptr": "*bf16"}, {"DTYPE": tl.float32}),
             Variant(kernels.affine, given, {"DTYPE": tl.float16, "bias_ptr": None, "KIND": "other"}),
             Variant(kernels.apply, {"x_ptr": "*fp32"}, {"F": kernels.twice}),
             Variant(kernels.gluon_plus, {"x_ptr": "*i32", "n": "i32"}, {"LAYOUT": kernels.layout()}),
@@ -115,12 +115,20 @@ def test_variants_that_do_not_compile_are_named_and_the_others_are_in_place(x):
     assert len(kernels.plus.device_caches[0][0]) == 1 and not kernels.broken.device_caches[0][0]
 
 
+@pytest.mark.parametrize("target", [None, GPUTarget("cuda", 90, 32)])
+def test_warming_under_a_guard_that_refuses_is_refused_as_a_launch_is(target):
+    with guard.seal("error"), pytest.raises(Recompiled, match="plus would be compiled after sealing") as caught:
+        guard.warm([Variant(kernels.plus, **PLUS)], target=target, progress=False)
+    assert caught.value.event.kind == "compile"
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
         (Variant(kernels.plus, {"x_ptr": "*i32"}, {"BLOCK": 64}), "plus: n has neither a type nor a constant"),
         (Variant(kernels.plus, **PLUS, divisible_by_16=("m",)), "plus has no argument m: it has x_ptr, n, BLOCK"),
         (Variant(kernels.plus, {"x_ptr": "*i32"}, {"BLOCK": 64, "n": 5}), "n=5 is no constant to Triton"),
+        (Variant(kernels.plus, PLUS["types"], {"BLOCK": 64, "n": 1}), "plus: n has a type and a constant: give one"),
         (Variant(kernels.plus, {"x_ptr": "*i7", "n": "i32"}, {"BLOCK": 64}), "points to 'i7', which no torch dtype is"),
         (Variant(kernels.plus, {"x_ptr": "*i32", "n": "long"}, {"BLOCK": 64}), "n has type 'long'"),
         (Variant(kernels.plus_typed, {"x_ptr": "*i32", "n": "i32"}, {"BLOCK": 64}), "declared i32, a launch makes"),

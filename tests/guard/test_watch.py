@@ -89,7 +89,7 @@ def test_a_server_and_its_worker_are_watched_from_a_line_of_output_on(tmp_path):
     assert set(found) == {
         ("guard_kernels.plus", "n (divisible by 16)"),
         ("guard_kernels.plus", "BLOCK (constexpr value)"),
-        ("guard_kernels.plus_typed", "never compiled before"),
+        ("guard_kernels.plus_typed", "not launched before"),
     }
     blocks = found["guard_kernels.plus", "BLOCK (constexpr value)"]
     assert blocks["count"] == 2 and blocks["ms"] > 0 and blocks["values"] == ["BLOCK=32", "BLOCK=128"]
@@ -244,7 +244,7 @@ def test_a_signal_to_the_watcher_reaches_the_program_and_the_table_comes(tmp_pat
     process.send_signal(number)
     out, error = process.communicate(timeout=30)
     assert process.returncode == 7 and out == "cleaned up\n"
-    assert "1 event of 1 cause" in error and "never compiled before" in error
+    assert "1 event of 1 cause" in error and "not launched before" in error
 
 
 def test_ctrl_c_reaches_the_program_once_and_the_table_comes(tmp_path):

@@ -363,6 +363,16 @@ def test_report_of_other_rows_is_no_crash(tmp_path):
     assert isinstance(run_cli("report", path).exception, ExpertileError)
 
 
+def test_report_names_the_benches_that_have_no_table(tmp_path):
+    rows.write(path := tmp_path / "rows.jsonl", [outcome.row for outcome in outcomes(Expertile(CPU))])
+    shared = {name: rows.read(path)[0][name] for name in ("date", "commit", "gpu", "driver", "torch", "triton", "impl")}
+    cold = shared | dict(problem=PROBLEM, quant="bf16", what="all", first_ms=1.0, steady_ms=1.0, compiles=1)
+    rows.write(other := tmp_path / "cold.jsonl", [cold | {"bench": "cold"}])
+    assert "no table is made of rows of cold, only of experts" in str(run_cli("report", other).exception)
+    told = run_cli("report", path, other)
+    assert told.exit_code == 0 and "rows of cold" in told.stderr and "best peer" in " ".join(told.stdout.split())
+
+
 @pytest.mark.parametrize("quant", ["bf16", "fp8_tensor"])
 @pytest.mark.parametrize("activation, padded", [("silu", 80), ("relu2", 128)])
 def test_flashinfer_layout_is_the_same_layer(quant, activation, padded):

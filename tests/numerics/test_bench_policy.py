@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from expertile.api import settings
 from expertile.bench import inputs, rows, trace
 from expertile.bench import policy as room
 from expertile.bench.runner import Outcome, Setting, State
@@ -170,8 +171,25 @@ def test_to_judge_rows_measures_nothing_and_takes_no_other_option(tmp_path):
     rows.write(path := tmp_path / "policy.jsonl", [row])
     done = CliRunner().invoke(app, ["policy", "--judge", str(path)])
     assert done.exit_code == 0 and "regret 50.00 % in the mean, 50.00 % at worst, 1 cells" in done.stdout
-    refused = CliRunner().invoke(app, ["policy", "--judge", str(path), "--tokens", "3"])
-    assert refused.exit_code != 0 and "--judge measures nothing" in str(refused.exception)
+    for option in ("--tokens", "--routing", "--replays", "--seed", "--sets"):
+        refused = CliRunner().invoke(app, ["policy", "--judge", str(path), option, "3"])
+        assert refused.exit_code != 0 and f"does not use {option}" in str(refused.exception)
+
+
+def test_rows_are_judged_by_the_settings_of_the_environment(tmp_path, monkeypatch):
+    row = rows.make(
+        "policy", SHARED, impl="expertile", problem="4096,704,128,8", quant="bf16", tokens=3072, routing="uniform",
+        chosen="torch", chosen_us=3.0, best="vllm-triton", best_us=2.0, regret=0.5,
+        times_us={"vllm-triton": 2.0, "torch": 3.0},
+    )  # fmt: skip
+    rows.write(path := tmp_path / "policy.jsonl", [row])
+    monkeypatch.setenv("EXPERTILE_POLICY", "torch")
+    settings.cache_clear()
+    try:
+        done = CliRunner().invoke(app, ["policy", "--judge", str(path)])
+    finally:
+        settings.cache_clear()
+    assert "regret 50.00 % in the mean" in done.stdout and "T=3072: torch" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.jsonl", "trace.pt"])

@@ -442,6 +442,7 @@ def test_from_weights_to_a_table_in_the_interpreter(tmp_path, monkeypatch):
         (("--model", "nowhere", "--tensor-parallel", "-1"), "tensor_parallel=-1"),
         (("--peers-from", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--peers-from", os.devnull), "t.json.*is not there"),
+        (("--peers-from", "r", "--tokens", "1", "--problem", "64,64,8,2"), "does not use --tokens, --problem"),
     ],
     ids=str,
 )

@@ -70,6 +70,9 @@ VARIES = {
     "rows  # in a loop": body("rows = 0", "for _ in range(3):", "    rows += num_tokens"),
     "rows  # by a condition": body("rows = num_tokens if w13 is None else x.shape[0]"),
     "triton.cdiv(num_tokens, tile)": body("tile = 16 if num_tokens < 64 else 64"),
+    "x.size()[0]": "",
+    "i": body("for i in range(x.shape[0]):", "    pass"),
+    "math.prod(x.shape[:-1])": "",
     "rows  # walrus": body("if (rows := x.shape[0]) > 3:", "    pass"),
 }
 
@@ -84,7 +87,9 @@ def test_an_integer_that_follows_the_tokens_is_found(tmp_path, passed):
 #: The same place, nothing that varies.
 STAYS = {
     "x.shape[1]": "",
+    "x.size()[1]": "",
     "x.shape[-1]": "",
+    "i": body("for i in range(hidden_size):", "    pass"),
     "x.stride(0)": "",
     "x.stride(1)": "",
     "w13.shape[0]": "",
@@ -144,12 +149,29 @@ def test_classes_are_those_that_can_be_reached(tmp_path, passed, before, classes
         ("triton.cdiv(num_tokens, 64) * 64", ""),
         ("round_up(num_tokens, 128)", ""),
         ("num_tokens * 32", ""),
+        ("num_tokens - num_tokens % 16", ""),
+        ("i", body("for i in range(0, num_tokens, 16):", "    pass")),
         ("num_tokens", body("assert num_tokens % 16 == 0")),
         ("rows", body("rows = 64 if num_tokens < 4 else 128")),
     ],
 )
 def test_a_value_of_one_class_only_is_left_alone(tmp_path, passed, before):
     assert findings(tmp_path, KERNEL.format(jit=""), launch(passed, before=before)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "jit"),
+    [
+        ("import triton as tr", "tr.jit"),
+        ("from triton import jit as j", "j"),
+        ("T = triton.jit", "T"),
+        ("from triton.experimental import gluon as gl", "gl.jit"),
+        ("import triton.experimental.gluon", "triton.experimental.gluon.jit"),
+    ],
+)
+def test_a_kernel_is_seen_by_whatever_name_jit_has(tmp_path, before, jit):
+    kernel = KERNEL.format(jit="").replace("triton.jit", jit)
+    assert [found[0] for found in findings(tmp_path, before, kernel, launch("num_tokens"))] == ["rows"]
 
 
 @pytest.mark.parametrize("option", ['["rows"]', "[2]", '("rows",)', "NEVER"])

@@ -54,6 +54,21 @@ def test_the_process_and_a_file_override_the_policy(tmp_path):
     assert forced.returncode == 2 and "backend=triton cannot" in forced.stderr
 
 
+def test_a_routing_that_is_given_comes_before_the_files(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"routing": "zipf1.2"}))
+    words = ("explain", "--tokens", "16", "--policy", str(path))
+    assert "(zipf1.2 routing)" in expertile(*words).stdout
+    assert "(uniform routing)" in expertile(*words, "--routing", "uniform").stdout
+
+
+def test_the_header_says_what_the_times_do_not_tell_apart():
+    words = ("explain", "--tokens", "16", "--problem", "64,32,8,2,bias", "--quant", "fp8_tensor")
+    assert "fp8_tensor dynamic scales silu bias on h200" in expertile(*words).stdout
+    assert "fp8_tensor static scales silu bias on h200" in expertile(*words, "--static-scale").stdout
+    assert "(trace:t.json, priced as uniform)" in expertile(*words, "--routing", "trace:t.json").stdout
+
+
 def test_in_full_it_looks_beyond_what_the_file_can_run(tmp_path):
     ring = dict(block_m=16, block_n=128, block_k=64, warps=12, stages=6, swap=True, tma=True)
     path = tmp_path / "policy.json"
@@ -102,6 +117,7 @@ def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
         (("explain", "--libraries", "vllm=\u00b2"), "package=version"),
         (("explain", "--libraries", "nonsense=1"), "nonsense is not known"),
         (("explain", "--libraries", "vllm=0.26.0,vllm=0.27.0"), "each package once"),
+        (("audit", ""), "path '' is empty"),
         (("watch", "--ready-after", "nan", "--", "true"), "ready_after=nan"),
         (("explain", "--layout", "sideways"), "sideways"),
         (("explain", "--policy", "fastest"), "fastest"),
@@ -115,6 +131,14 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     assert done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("expertile: ") and word in line
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_one_line_and_exit_code_2():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "expertile.cli", "explain", "--tokens", "1"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "expertile: [Errno 28] No space left on device\n")
 
 
 def test_an_unknown_command_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from . import names
-from .syntax import called, dotted, show
+from .syntax import called, dotted, is_shape, show
 from .tensors import SAME, dimension, guessed, like, method, of_shape, permuted
 from .values import (
     UNKNOWN,
@@ -92,7 +92,7 @@ class Expressions:
 
     def _of_Subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)
-        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and base.tensor is not None:
+        if is_shape(node.value) and base.tensor is not None:
             if isinstance(index.constant, int):
                 return dimension(base.tensor, index.constant).step(show(node))
             return UNKNOWN
@@ -156,7 +156,7 @@ class Expressions:
             case ast.Add():
                 made = add(left, right)
             case ast.Sub():
-                made = add(left, right, -1)
+                made = self._floored(node, left) or add(left, right, -1)
             case ast.FloorDiv():
                 made = floor_divide(left, right)
             case ast.Mod():
@@ -168,6 +168,13 @@ class Expressions:
             case _:
                 return UNKNOWN
         return made
+
+    def _floored(self, node: ast.BinOp, left: Value) -> Value | None:
+        """n - n % by is a multiple of `by`."""
+        match node.right:
+            case ast.BinOp(left=same, op=ast.Mod(), right=by) if ast.unparse(same) == ast.unparse(node.left):
+                return rounded(left, self.value(by)) if left.varies else None
+        return None
 
     def _of_Compare(self, node: ast.Compare) -> Value:
         sides = [self.value(each) for each in (node.left, *node.comparators)]
@@ -224,6 +231,8 @@ class Expressions:
             return self._length(node.args[0], given[0])
         if name == "prod" and given and given[0].items is not None:
             return product(list(given[0].items))
+        if name == "prod" and len(given) == 1 and (rows := self._first_of(node.args[0])).varies:
+            return multiply(rows, UNKNOWN).step(show(node))
         if name == "dict" and not given and None not in keywords:
             return Value(entries=tuple(keywords.items()))
         if name in _ALLOCATE:
@@ -232,6 +241,13 @@ class Expressions:
             return Value(tensor=like(given[0].tensor, show(node)))
         if any(part in name for part in _ROUND_SOMEHOW) and given and given[0].varies:
             return count(f"{show(node)}", given[0].bits).step(show(node))
+        return UNKNOWN
+
+    def _first_of(self, node: ast.expr) -> Value:
+        """The first of the sizes x.shape[:-1]; UNKNOWN of all but such."""
+        match node:
+            case ast.Subscript(value=shape, slice=ast.Slice(lower=None, step=None)) if is_shape(shape):
+                return dimension(tensor, 0) if (tensor := self.value(shape).tensor) is not None else UNKNOWN
         return UNKNOWN
 
     def _length(self, node: ast.expr, value: Value) -> Value:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import replace
+from math import gcd
 
 from . import names
 from .assignments import Assignments
 from .launches import Handed, Launch, Launcher, Passed, bound
 from .parameters import parameter, tensor_like
 from .syntax import dotted, show
-from .values import UNKNOWN, Tensor, Value, join
+from .values import UNKNOWN, Tensor, Value, constant, count, join
 
 
 class Flow(Assignments):
@@ -111,10 +112,22 @@ class Flow(Assignments):
 
     def _on_For(self, node: ast.For) -> None:
         self.value(node.iter)
-        self.assign(node.target, UNKNOWN, None)
+        self.assign(node.target, self._counted(node.iter), None)
         self._loop(node)
 
     _on_AsyncFor = _on_For
+
+    def _counted(self, node: ast.expr) -> Value:
+        """What a loop over it gives: of a range whose ends vary a number that does."""
+        if not (isinstance(node, ast.Call) and dotted(node.func) == "range" and node.args):
+            return UNKNOWN
+        given = [self.value(each) for each in node.args]
+        start, stop = given[:2] if len(given) > 1 else (constant(0), given[0])
+        varying = [end for end in (stop, start) if end.varies]
+        if not varying:
+            return UNKNOWN
+        multiple = gcd(start.multiple, given[2].multiple) if len(given) > 2 else 1
+        return replace(count("", stop.bits), multiple=multiple, because=varying[0].because).step(f"in {show(node)}")
 
     def _on_While(self, node: ast.While) -> None:
         self.value(node.test)

@@ -87,17 +87,23 @@ def kernels_in(functions: list[ast.FunctionDef], tree: ast.Module, path: str, ji
 
 
 def is_jit(decorator: ast.expr, names: frozenset[str] = frozenset()) -> bool:
-    """`@triton.jit`, `@gluon.jit`, with or without a call, or a name in `names`, imported from one of them."""
-    target = decorator.func if isinstance(decorator, ast.Call) else decorator
-    if isinstance(target, ast.Attribute):
-        return target.attr in _JIT and isinstance(target.value, ast.Name) and target.value.id in _LIBRARIES
-    return isinstance(target, ast.Name) and target.id in names
+    """`@triton.jit`, `@gluon.jit`, with or without a call, or what else of `names` means one of them."""
+    name = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    library, _, last = name.rpartition(".")
+    return name in names or (last in _JIT and library in _LIBRARIES)
 
 
-def jit_names(imports: list[ast.ImportFrom]) -> frozenset[str]:
-    """Local names of `from triton import jit`."""
-    from_triton = [node for node in imports if (node.module or "").split(".")[0] == "triton"]
-    return frozenset(a.asname or a.name for node in from_triton for a in node.names if a.name in _JIT)
+def jit_names(imports: list[ast.alias], froms: list[ast.ImportFrom], tree: ast.Module) -> frozenset[str]:
+    """Local names of jit: by `from triton import jit as j`, `import triton as tr` and, in the module, `j = tr.jit`."""
+    from_triton = [a for node in froms if (node.module or "").split(".")[0] == "triton" for a in node.names]
+    found = {a.asname or a.name for a in from_triton if a.name in _JIT}
+    libraries = [a.asname or a.name for a in imports if a.name.split(".")[0] == "triton"]
+    libraries += [a.asname or a.name for a in from_triton if a.name in _LIBRARIES]
+    found |= {f"{library}.{name}" for library in libraries for name in _JIT}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and is_jit(node.value, frozenset(found)) and dotted(node.value):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return frozenset(found)
 
 
 def _kernel(node: ast.FunctionDef, path: str, constants: dict[str, list]) -> Kernel:

@@ -29,6 +29,8 @@ def audit(paths: Iterable[str | Path]) -> Report:
     """
     if isinstance(paths, (str, Path)):
         raise ExpertileError(f"paths={str(paths)!r}: give a list of paths")
+    if "" in (paths := list(paths)):
+        raise ExpertileError("path '' is empty: give files and folders, '.' for the current one")
     sources = [read(path) for path in python_files([Path(each) for each in paths])]
     findings = [_unreadable(source.path, source.trouble) for source in sources if source.trouble]
     modules = _modules(sources, findings)
@@ -96,7 +98,7 @@ def _module(source: Parsed) -> Module:
             froms.append(node)
         elif isinstance(node, ast.Import):
             imports += node.names
-    kernels = kernels_in(functions, source.tree, source.path, jit_names(froms))
+    kernels = kernels_in(functions, source.tree, source.path, jit_names(imports, froms, source.tree))
     lines = {kernel.line for kernel in kernels}
     launchers = launchers_in([each for each in functions if each.lineno not in lines], calls, source.path)
     named = {alias.asname or alias.name: (node.module or "", alias.name) for node in froms for alias in node.names}

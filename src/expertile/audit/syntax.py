@@ -27,12 +27,19 @@ def called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
+def is_shape(node: ast.expr) -> bool:
+    """x.shape, x.size()"""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not (node.args or node.keywords)
+    return isinstance(node, ast.Attribute) and node.attr == "shape"
+
+
 def is_size(node: ast.expr | None) -> bool:
     """x.shape, x.shape[0], x.size(0), x.numel(), or one of those by a condition."""
     if isinstance(node, ast.IfExp):
         return is_size(node.body) and is_size(node.orelse)
     if isinstance(node, ast.Subscript):
-        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+        return is_shape(node.value)
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in ("size", "numel")
     return isinstance(node, ast.Attribute) and node.attr == "shape"

@@ -22,7 +22,7 @@ from ..policy import decide, reasons
 from ..policy.candidates import candidates
 from ..policy.left_out import judged
 from ..policy.libraries import LIBRARIES
-from ..policy.settings import Settings
+from ..policy.settings import DEFAULT, Settings
 from ..problem import Problem, named_problem
 from . import rows
 from .experts import run as run_experts
@@ -164,9 +164,9 @@ def regrets(found: Iterable[Mapping]) -> dict[str, dict[str, float]]:
     }
 
 
-def judgement(found: Iterable[Mapping]) -> list[str]:
-    """In words: what today's choice loses where every candidate's time is known, worst cell first."""
-    made = sorted(judged(found), key=lambda each: -(each[2] or 0.0))
+def judgement(found: Iterable[Mapping], settings: Settings = DEFAULT) -> list[str]:
+    """In words: what today's choice by these settings loses where every candidate's time is known, worst cell first."""
+    made = sorted(judged(found, settings), key=lambda each: -(each[2] or 0.0))
     known = [(row, chosen, regret) for row, chosen, regret in made if regret is not None]
     if not known:
         raise ExpertileError("no row has the times of all candidates: give a file that `bench policy` wrote")

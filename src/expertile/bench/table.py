@@ -21,6 +21,11 @@ def groups(rows: Iterable[Mapping]) -> dict[tuple, list[Mapping]]:
     return found
 
 
+def without_table(rows: Iterable[Mapping]) -> list[str]:
+    """Benches of these rows that get no table."""
+    return sorted({str(row.get("bench")) for row in rows} - {*TIMED})
+
+
 def implementations(rows: Iterable[Mapping]) -> list[str]:
     """Ours first, its variants, then the peers as they come."""
     names = list(dict.fromkeys(row["impl"] for row in rows))

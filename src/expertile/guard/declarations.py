@@ -23,7 +23,7 @@ class Variant:
     kernel     a @triton.jit or @gluon.jit function
     types      argument -> Triton type ("*bf16", "i32", "fp32", "tensordesc<bf16[64, 128]>", in Gluon with the text of
                its layout behind the sizes), a tuple of such, or a value that stands for itself; those with a constant
-               need none
+               have none, or "constexpr"
     constants  the value of each tl.constexpr argument, and of every other argument that is None or 1
     divisible_by_16   arguments whose value or address is a multiple of 16; default: every pointer
     options    num_warps, num_stages, ... in the order in which the launch gives them: it is part of Triton's key
@@ -62,6 +62,8 @@ def check(variant) -> None:
     names, own_names = kernel.arg_names, {*variant.types, *variant.constants, *(divisible or ())}
     if unknown := own_names - {*names}:
         raise ShapeError(f"{where} has no argument {', '.join(sorted(unknown))}: it has {', '.join(names)}")
+    if twice := [name for name in variant.constants if variant.types.get(name, "constexpr") != "constexpr"]:
+        raise ShapeError(f"{where}: {', '.join(twice)} has a type and a constant: give one of the two")
     if twice := [name for name in variant.options if name in names]:
         raise ShapeError(f"{where}: {', '.join(twice)} among the options is an argument: give its type or constant")
 

@@ -28,7 +28,7 @@ KINDS = {
     "option": ("option", "launch with the same {name}, or warm each value"),
     "spelling": ("options written differently", "give the options in the same order and number at every launch"),
     "device": ("device", "warm on every device of the process"),
-    "first": ("never compiled before", "warm it before sealing"),
+    "first": ("not launched before", "warm it before sealing"),
     "untuned": ("never tuned before", "launch it before sealing, or fix the configuration"),
     "again": ("compiled before", "keep the kernel's object: a new one or a changed source has an empty cache"),
     "autotune_key": (

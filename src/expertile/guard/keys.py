@@ -21,6 +21,9 @@ _MOST_COMPARED = 256  # variants, the latest: a kernel with more of them is slow
 #: Of two variants with as many differences the nearer one has these: another width is nearer than a constant.
 _DISTANCE = {"equal_1": 3, "none": 3, "dtype": 3, "width": 2}
 
+#: A direct triton.compile, or guard.warm for a target, leaves nothing in the kernel's own caches.
+_FIRST = Difference("", "first", "no launch of this kernel in this process compiled or loaded it before")
+
 
 class Slot(NamedTuple):
     """One argument, or one element of a tuple, as the compiler sees it.
@@ -86,7 +89,7 @@ def compiled_keys(fn) -> list[Key]:
 
 def nearest(key: Key, others: list[Key], values: Mapping[str, object]) -> tuple[Key | None, tuple[Difference, ...]]:
     """The variant that differs least, the latest of several, and the differences."""
-    best, found, least = None, (Difference("", "first", "no variant of this kernel was compiled before"),), None
+    best, found, least = None, (_FIRST,), None
     for other in others[-_MOST_COMPARED:]:
         differences = tuple(compare(key, other, values))
         weight = (len(differences), sum(_DISTANCE.get(each.kind, 1) for each in differences))

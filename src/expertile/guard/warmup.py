@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from ..errors import ExpertileError, ShapeError
+from ..errors import ExpertileError, Recompiled, ShapeError
 from .declarations import Variant, arguments, check
 from .sealing import Guard
 
@@ -37,7 +37,7 @@ def warm(variants: Iterable, *, target=None, workers: int | None = None, progres
     progress  a bar on stderr, where that is a terminal
 
     Raises    ShapeError when a declaration contradicts the kernel, before anything is compiled; ExpertileError naming
-              the variants that do not compile, after all others are in place
+              the variants that do not compile, after all others are in place; Recompiled under a guard in mode error
     """
     if isinstance(variants, (str, Variant)) or not isinstance(variants, Iterable):
         raise ShapeError(f"variants={variants!r}: give a list of Variant")
@@ -51,6 +51,9 @@ def warm(variants: Iterable, *, target=None, workers: int | None = None, progres
     run = _into_process if target is None and _has_gpu() else _onto_disk
     with Guard("count", counters=False).seal() as guard, _bar(len(variants), progress) as advance:
         failed = run(variants, target, workers, advance)
+    for _, error in failed:
+        if isinstance(error, Recompiled):  # another guard, in mode error: nothing is wrong with the variant
+            raise error
     if failed:
         lines = "".join(f"\n  {variant.kernel.__name__}: {_last_line(error)}" for variant, error in failed)
         raise ExpertileError(f"{len(failed)} of {len(variants)} variants do not compile:{lines}") from failed[0][1]

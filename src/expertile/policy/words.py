@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..plans import Backend, Candidate, Layout, Plan, Stream
-from ..problem import Quant
-from .histogram import experts_hit
+from ..problem import Problem, Quant
+from .histogram import UNIFORM, experts_hit
 from .libraries import LIBRARIES
 
 
@@ -14,11 +14,13 @@ def explain(plan: Plan, full: bool = False) -> str:
     full   other libraries that cannot run as well, and what each takes of memory
     """
     p = plan.problem
-    sizes = f"T={p.tokens} H={p.hidden} I={p.inter} E={p.experts} top-k={p.top_k} {p.label} {p.activation.name}"
+    sizes = f"T={p.tokens} H={p.hidden} I={p.inter} E={p.experts} top-k={p.top_k} {_format(p)}"
+    traced = plan.routing.startswith("trace:")
+    spread = f"{plan.routing}, priced as {UNIFORM}" if traced else f"{plan.routing} routing"
     hit = experts_hit(p, plan.routing)
     lines = [
         f"{sizes} on {plan.device}",
-        f"  {p.rows} routed rows, {p.rows_per_expert:.2f} an expert, {hit:.1f} experts hit ({plan.routing} routing)",
+        f"  {p.rows} routed rows, {p.rows_per_expert:.2f} an expert, {hit:.1f} experts hit ({spread})",
         f"  -> {plan.backend.value}: {us(plan.time_us)} ({plan.source}), floor {us(plan.floor_us)}",
     ]
     if plan.backend is Backend.TRITON:
@@ -33,6 +35,12 @@ def explain(plan: Plan, full: bool = False) -> str:
         elif full or not (other.reasons and other.backend in LIBRARIES):
             lines.append(_other(other, full))
     return "\n".join(lines)
+
+
+def _format(p: Problem) -> str:
+    """Format and activation, with what of them the sizes do not tell."""
+    scales = (" static scales" if p.static_scale else " dynamic scales") if p.quant is Quant.FP8_TENSOR else ""
+    return f"{p.label}{scales} {p.activation.name}{' bias' if p.bias else ''}"
 
 
 def _other(other: Candidate, full: bool) -> str:
