@@ -11,7 +11,7 @@ from pathlib import Path
 from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -87,7 +87,7 @@ def _check_templates(folder: Path, given: str | dict[str, str] | None) -> None:
             raise UnsupportedProblem(f"{said}; fetch it again") from error
 
 
-def check_tensors(folder: Path, info: Mapping[str, Collection], network: nn.Module) -> None:
+def check_tensors(folder: Path, info: Mapping[str, Collection], network: PreTrainedModel) -> None:
     """By what transformers says of the loading, to which a tied weight is not missing. Tensors too many are logged.
 
     Raises    UnsupportedProblem, with the first names, for tensors that would be random and layers left out
@@ -108,7 +108,7 @@ def check_tensors(folder: Path, info: Mapping[str, Collection], network: nn.Modu
         log.warning("tensors in %s that the model does not use: %s", folder, _few(unused))
 
 
-def _of_layers_beyond(unused: list[str], network: nn.Module) -> list[str]:
+def _of_layers_beyond(unused: list[str], network: PreTrainedModel) -> list[str]:
     """Tensors of further layers than the model has. Those that predict further tokens may follow."""
     more = getattr(network.config.get_text_config(), "num_nextn_predict_layers", None) or 0
     stacks = {f".{name}": len(each) for name, each in network.named_modules() if isinstance(each, nn.ModuleList)}
