@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import typer
 
@@ -31,9 +31,20 @@ def from_environment(arguments: list[str], environment: Mapping[str, str]) -> li
     """What SageMaker's variables add: with --sagemaker, or in its container with no argument at all."""
     if "--sagemaker" not in arguments and (arguments or not container.is_container(environment)):
         return []
+    container.check(environment, _kinds())
     named = arguments and not arguments[0].startswith("-")
     model = [] if named else [container.model_path(environment)]
     return [*model, "--sagemaker", *container.arguments(environment, container.PREFIX)]
+
+
+def _kinds() -> dict[str, str]:
+    """What each of our options takes, by its flags."""
+    hints, kinds = get_type_hints(serve), {int: "integer", int | None: "integer", bool: "boolean"}
+    return {
+        flag: kinds.get(hints.get(each.name or ""), "text")
+        for each in typer.main.get_command(app).params
+        for flag in (*each.opts, *each.secondary_opts)
+    }
 
 
 @app.command(context_settings=SETTINGS)
@@ -77,7 +88,10 @@ def serve(
     host = host or (container.HOST if sagemaker else "127.0.0.1")
     port = port if port is not None else (container.PORT if sagemaker else 8000)
     api_key = api_key if api_key is not None else os.environ.get(API_KEY) or None
-    if launch.chosen(engine) == "vllm":
+    said = os.environ if sagemaker else {}
+    with container.blamed(said):
+        serves = launch.chosen(engine)
+    if serves == "vllm":
         arguments = _for_vllm(context) + list(context.args)
         if sagemaker:
             arguments += container.arguments(os.environ, container.VLLM_PREFIX)
@@ -85,16 +99,18 @@ def serve(
         launch.become(command, launch.vllm_environment(os.environ, api_key, guard))
     if context.args:
         against = "; ".join(launch.reasons_against_vllm()) or "engine=embedded"
-        raise ExpertileError(f"{' '.join(context.args)}: only vLLM knows this, which does not serve here ({against})")
+        strange = container.unknown(said, _kinds()) or context.args
+        raise ExpertileError(f"{' '.join(strange)}: only vLLM knows this, which does not serve here ({against})")
     launch.check_extra()
     from .serve.settings import Settings
 
-    settings = Settings(
-        model=Path(folder), host=host, port=port, name=name, api_key=api_key, dtype=dtype, quant=quant,
-        max_seqs=max_seqs, max_queue=max_queue, max_len=max_len, prefill_chunk=prefill_chunk,
-        drain_seconds=drain_seconds, guard=guard, trust_remote_code=trust_remote_code, sagemaker=sagemaker,
-        json_logs=json_logs or sagemaker,
-    )  # fmt: skip
+    with container.blamed(said):
+        settings = Settings(
+            model=Path(folder), host=host, port=port, name=name, api_key=api_key, dtype=dtype, quant=quant,
+            max_seqs=max_seqs, max_queue=max_queue, max_len=max_len, prefill_chunk=prefill_chunk,
+            drain_seconds=drain_seconds, guard=guard, trust_remote_code=trust_remote_code, sagemaker=sagemaker,
+            json_logs=json_logs or sagemaker,
+        )  # fmt: skip
     from .serve.server import serve as run  # last: what was said wrong is known before torch is imported
 
     run(settings)

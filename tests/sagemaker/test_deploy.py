@@ -139,6 +139,13 @@ def test_a_dry_run_prints_the_calls_without_secrets_and_makes_none(client, run, 
     assert left(client) == [0, 0, 0]
 
 
+def test_a_secret_is_known_by_its_name():
+    names = ("MYPASS", "DB_PWD", "Passphrase", "X_PASSWD", "PASSWORD", "PASSES")
+    shown = calls(deployment(environment=dict.fromkeys(names, "hunter3")))[0].shown()
+    found = json.loads(shown.split(" ", 1)[1])["PrimaryContainer"]["Environment"]
+    assert [name for name in names if found[name] != "***"] == ["PASSES"]
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -156,6 +163,7 @@ def test_a_dry_run_prints_the_calls_without_secrets_and_makes_none(client, run, 
         "-----BEGIN PRIVATE KEY-----",
         '{"api_key": "abc"}',
         "password=abc;x=1",
+        "uid=sa;pwd=abc",
         '["--api-key", "abc"]',
         "--api-key abc",
         "aws_secret_access_key = abc",

@@ -54,6 +54,13 @@ def test_weights_may_stay_where_they_are(wheel, tmp_path, run):
     assert "--weights s3://bucket/qwen/" in output
 
 
+@pytest.mark.parametrize("weights", ["http://b/p", "s3://bucket/qwen", "Qwen/Qwen3-30B-A3B", ""])
+def test_weights_that_deploy_would_refuse_are_not_packed(wheel, weights):
+    with pytest.raises(ExpertileError, match="give s3://bucket/prefix/"):
+        artefact.extras("vllm", [wheel], weights)
+    assert artefact.extras("lmi", [wheel], "Qwen/Qwen3-30B-A3B")
+
+
 def test_lmi_gets_its_properties(model, wheel, tmp_path, run):
     out = tmp_path / "m.tar.gz"
     run("package", model, "--out", out, "--wheel", wheel, "--for", "lmi", "--option", "max_model_len=8192")

@@ -75,10 +75,11 @@ def test_a_shard_without_what_the_index_lists_is_refused(folder, tensors):
     assert f"{shard} lacks tensors that {INDEX} lists: {name}" in refusal(folder)
 
 
-def test_tied_weights_are_not_missing_and_tensors_too_many_are_no_reason(folder, tensors):
+def test_tied_weights_are_not_missing_and_tensors_too_many_are_no_reason(folder, tensors, caplog):
     assert "lm_head.weight" not in tensors
     save_as_one(folder, tensors | {"of.something.else": torch.ones(3)})
     LanguageModel.load(Settings(folder, max_seqs=1))
+    assert ["of.something.else" in each.message for each in caplog.records if each.name == "expertile.serve"] == [True]
     configure(folder, tie_word_embeddings=False)
     assert "lm_head.weight" in refusal(folder)
 
@@ -88,11 +89,13 @@ def test_tied_weights_are_not_missing_and_tensors_too_many_are_no_reason(folder,
     [
         (dict(hidden_size=128), "model.embed_tokens.weight is [4096, 256], not [4096, 128]"),
         (dict(num_hidden_layers=7), "model.layers.6.input_layernorm.weight"),
-        (dict(num_attention_heads=0), "ZeroDivisionError"),
+        (dict(num_hidden_layers=5), "beyond num_hidden_layers of config.json: model.layers.5."),
+        (dict(num_attention_heads=0), "num_attention_heads=0 in"),
         (dict(hidden_size="wide"), "'hidden_size' expected int, got str"),
-        (dict(num_experts_per_tok=99), "selected index k out of range"),
+        (dict(num_experts_per_tok=99), "num_experts_per_tok=99 in"),
+        (dict(num_experts_per_tok=0), "1 to 16 of its 16 experts"),
         (dict(max_position_embeddings=-5), "max_position_embeddings=-5"),
-        (dict(hidden_act="nope"), "KeyError: 'nope'"),
+        (dict(hidden_act="nope"), "hidden_act='nope' in"),
         (dict(dtype="nope"), "AttributeError"),
         (dict(model_type=[]), "TypeError"),
     ],
@@ -101,6 +104,19 @@ def test_tied_weights_are_not_missing_and_tensors_too_many_are_no_reason(folder,
 def test_a_configuration_that_does_not_fit_is_refused(folder, fields, said):
     configure(folder, **fields)
     assert said in refusal(folder)
+
+
+def test_layers_that_predict_further_tokens_may_follow(folder):
+    configure(folder, num_hidden_layers=5, num_nextn_predict_layers=1)
+    LanguageModel.load(Settings(folder, max_seqs=1))
+
+
+def test_a_chat_template_that_is_no_jinja_is_refused(folder):
+    path = folder / "chat_template.jinja"
+    path.write_text("{% for message in messages %}{{ message.content }}{% endfor")
+    assert f"the chat template in {folder} is no Jinja" in refusal(folder)
+    path.write_text("{% generation %}{{ raise_exception('only later') }}{% endgeneration %}")
+    LanguageModel.load(Settings(folder, max_seqs=1))
 
 
 @pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)], ids=["nothing", "tokenizer_config.json"])

@@ -38,7 +38,8 @@ BAD = [
     (dict(stop=["x" * 2000]), "stop"),
     (dict(stop={"x": 1}), "stop"),
     (dict(stream="yes"), "stream"),
-    (dict(stream_options=dict(include_usage=True)), None),
+    (dict(stream_options=dict(include_usage=True)), "stream_options"),
+    (dict(logit_bias={"3": 1}), "logit_bias"),
     (dict(presence_penalty=0.5), "presence_penalty"),
     (dict(logprobs=3), "logprobs"),
     (dict(echo=True), "echo"),
@@ -215,9 +216,48 @@ def test_messages(server, messages):
 
 def test_what_the_engine_does_not_have_is_said(server):
     messages = [{"role": "user", "content": "x"}]
-    for change in (dict(tools=[]), dict(logprobs=True), dict(response_format={"type": "json_object"})):
+    strange = [dict(tools=[{"type": "function"}]), dict(tool_choice="auto"), dict(store=True), dict(top_logprobs=2)]
+    strange += [dict(logprobs=True), dict(response_format={"type": "json_object"}), dict(audio={}), dict(toolz=None)]
+    for change in strange:
         found = error(server.post("/v1/chat/completions", dict(messages=messages) | change), 400)
         assert found["param"] in change
+
+
+def test_what_says_nothing_is_as_good_as_absent(server):
+    body = dict(messages=[{"role": "user", "content": "x"}], max_tokens=1)
+    names = (
+        "tools tool_choice functions function_call logit_bias top_logprobs logprobs store response_format metadata "
+        "parallel_tool_calls modalities prediction reasoning_effort service_tier audio"
+    )
+    empty = dict(tools=[], tool_choice="none", logit_bias={}, store=False, top_logprobs=0)
+    for said in (dict.fromkeys(names.split()), empty):
+        answer = server.post("/v1/chat/completions", body | said)
+        assert answer.status_code == 200, answer.text
+    assert server.post("/v1/completions", dict(prompt="x", max_tokens=1, logit_bias=None)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages.0.content.0.text is missing"),
+        (dict(messages=[{"role": "user", "content": 3}]), "messages.0.content: give a text, or a list"),
+        (dict(messages=[{"role": "user", "content": "x"}, {"role": "x", "content": "y"}]), "messages.1.role: input"),
+        (dict(max_tokens=3, max_completion_tokens=7), "max_completion_tokens: 7 and max_tokens 3 differ"),
+        (dict(max_completion_tokens=5000), "max_completion_tokens: 5000 and the prompt's"),
+        (dict(tools=[3]), "tools is not supported here"),
+    ],
+    ids=str,
+)
+def test_the_sentence_begins_with_where_the_mistake_is(server, change, said):
+    body = dict(messages=[{"role": "user", "content": "x"}]) | change
+    for path in ("/v1/chat/completions", "/invocations"):
+        found = error(server.post(path, body), 400)
+        assert found["message"].startswith(said) and found["param"] == said.split(".")[0].split(":")[0].split()[0]
+
+
+def test_two_numbers_of_tokens_may_be_the_same(server):
+    body = dict(messages=[{"role": "user", "content": "x"}], max_tokens=2, max_completion_tokens=2)
+    assert server.post("/v1/chat/completions", body).status_code == 200
 
 
 def test_paths_and_methods(server):

@@ -141,4 +141,21 @@ def test_a_folder_without_a_model_ends_it_with_a_sentence(tmp_path):
 
 def test_a_variable_nobody_knows_ends_it_with_its_name():
     said = ended_by(SAGEMAKER_MODEL_PATH=str(TINY), SM_EXPERTILE_MAX_SEQ="3")
-    assert "--max-seq 3: only vLLM knows this" in said
+    assert "SM_EXPERTILE_MAX_SEQ=3: only vLLM knows this" in said
+
+
+@pytest.mark.parametrize(
+    "variable, value, allowed",
+    [
+        ("TRUST_REMOTE_CODE", "maybe", "give true or false"),
+        ("MAX_SEQS", "abc", "give a whole number"),
+        ("MAX_SEQS", "true", "give a whole number"),
+        ("MAX_SEQS", "0", "give at least 1"),
+        ("QUANT", "true", "give the value of --quant"),
+        ("QUANT", "int3", "use one of none"),
+        ("ENGINE", "best", "use one of auto"),
+    ],
+)
+def test_a_variable_with_a_value_that_cannot_be_is_named(variable, value, allowed):
+    said = ended_by(SAGEMAKER_MODEL_PATH=str(TINY), **{f"SM_EXPERTILE_{variable}": value})
+    assert f"SM_EXPERTILE_{variable}={value}: " in said and allowed in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ WHEELS = "requirements"  # the folder that the images look into for wheels
 #: Where SageMaker puts an artefact, and further sources by their names.
 MODEL_PATH, WEIGHTS_CHANNEL = "/opt/ml/model", "weights"
 WEIGHTS_PATH = f"/opt/ml/additional-model-data-sources/{WEIGHTS_CHANNEL}"
+S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 LMI = {
     "engine": "Python",
     "option.entryPoint": "djl_python.lmi_vllm.vllm_async_service",
@@ -40,11 +42,19 @@ def extras(
         raise ExpertileError(
             "options are LMI's: for the vLLM image give engine arguments with deploy --env SM_VLLM_..."
         )
+    if weights is not None and target == "vllm":
+        check_prefix(weights)
     found = [Member(f"{WHEELS}/{wheel.name}", wheel) for wheel in wheels]
     found.append(Member("requirements.txt", content=requirements(wheels).encode()))
     if target == "lmi":
         found.append(Member("serving.properties", content=properties(weights, options or {}).encode()))
     return found
+
+
+def check_prefix(weights: str) -> None:
+    """ExpertileError for what the vLLM image cannot have its weights from."""
+    if not (S3.fullmatch(weights) and weights.endswith("/")):
+        raise ExpertileError(f"weights={weights!r}: give s3://bucket/prefix/, which holds config.json and safetensors")
 
 
 def requirements(wheels: Sequence[Path]) -> str:

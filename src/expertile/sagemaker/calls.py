@@ -9,20 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ExpertileError
-from .artefact import MODEL_PATH, WEIGHTS_CHANNEL, WEIGHTS_PATH
+from .artefact import MODEL_PATH, S3, WEIGHTS_CHANNEL, WEIGHTS_PATH, check_prefix
 from .instances import AMI
 
 _NAME = re.compile(r"[a-zA-Z0-9](-?[a-zA-Z0-9]){0,62}")
-_S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/\S+")
 _VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS(?!ES)|PWD|CREDENTIAL", re.IGNORECASE)
 #: What a secret looks like wherever it stands: tokens by their beginnings, URLs with a user, a name with its value.
 _SECRET_VALUE = re.compile(
     r"\bhf_\w{8}|\bsk-[\w-]{8}|\bgh[a-z]_\w{8}|\bgithub_pat_|\bglpat-|\bxox[a-z]-|\bnvapi-|\b(AKIA|ASIA)[A-Z0-9]{12}"
     r"|\beyJ[\w-]+\.eyJ|-----BEGIN|\b(?i:bearer|basic)\s+\S|://[^/\s]*@"
-    r"|(?i:key|token|secret|password|passwd|credentials?)[\"']?\s*[=:]\s*\S"
-    r"|--?[\w-]*(?i:key|token|secret|password)[\"',\s]+\S"
+    r"|(?i:key|token|secret|passw(?:or)?d|passphrase|pwd|credentials?)[\"']?\s*[=:]\s*\S"
+    r"|--?[\w-]*(?i:key|token|secret|passw(?:or)?d|passphrase|pwd)[\"',\s]+\S"
 )
 LONGEST_VALUE = 1024
 STARTUP_S = 3600
@@ -59,14 +58,14 @@ class Deployment:
         faults = [
             (not _NAME.fullmatch(self.name), f"name={self.name!r}: up to 63 letters, digits and single hyphens"),
             (not _ROLE.fullmatch(self.role), f"role={self.role!r}: give an ARN, arn:aws:iam::123456789012:role/NAME"),
-            (not (_S3.fullmatch(self.data) and self.data.endswith((".tar.gz", "/"))),
+            (not (S3.fullmatch(self.data) and self.data.endswith((".tar.gz", "/"))),
              f"data={self.data!r}: give s3://bucket/key.tar.gz, or a prefix ending in /"),
-            (bool(self.weights) and not (_S3.fullmatch(self.weights) and self.weights.endswith("/")),
-             f"weights={self.weights!r}: give s3://bucket/prefix/, which holds config.json and safetensors"),
             (self.count < 1, f"count={self.count}: give at least 1 instance"),
             (not self.image.strip(), "image is empty: give the URI of an image"),
             (bool(self.subnets) != bool(self.security_groups), "a VPC takes both: --subnet and --security-group"),
         ]  # fmt: skip
+        if self.weights:
+            check_prefix(self.weights)
         for wrong, message in faults:
             if wrong:
                 raise ExpertileError(message)

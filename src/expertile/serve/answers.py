@@ -215,15 +215,16 @@ def _chat_text(body: ChatBody, model: LanguageModel) -> str:
 
 
 def _most_tokens(body: CompletionBody | ChatBody, prompt: int, context: int) -> int:
-    room = context - prompt
+    room, field = context - prompt, "max_tokens"
     if isinstance(body, ChatBody):
-        wanted, default = body.max_completion_tokens or body.max_tokens, room
+        wanted, default = body.max_tokens or body.max_completion_tokens, room
+        field = field if body.max_tokens else "max_completion_tokens"
     else:
         wanted, default = body.max_tokens, min(room, DEFAULT_COMPLETION_TOKENS)
     if wanted is not None and wanted > room:
         raise ApiError(
-            400, f"max_tokens: {wanted} and the prompt's {prompt} tokens are more than the context of {context}",
-            "max_tokens", "context_length_exceeded",
+            400, f"{field}: {wanted} and the prompt's {prompt} tokens are more than the context of {context}",
+            field, "context_length_exceeded",
         )  # fmt: skip
     return wanted or default
 

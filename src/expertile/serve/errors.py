@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -106,19 +107,27 @@ def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
     if kind == "stranger":
         name = mistake["ctx"]["name"]
         return f"{'.'.join([*path, name])} is not a parameter of this endpoint", field or name
+    if kind == "at_field":
+        return mistake["msg"], mistake["ctx"]["field"]
     if kind == "missing":
         return (f"{'.'.join(path)} is missing" if path else "the request has no body"), field
     if not field:
         what = "the body is no JSON object" if kind == "model_attributes_type" else f"the body: {_message(mistake)}"
         return what, None
-    if kind == "none_required":
-        return f"{field} is not supported here", field
-    union = next((UNIONS[name] for name in reversed(path) if name in UNIONS), "")
-    return f"{field}: {union if union and kind.endswith('_type') else _message(mistake)}", field
+    where = ".".join(path)
+    if kind == "none_required" or (kind == "too_long" and mistake["ctx"]["max_length"] == 0):
+        return f"{where} is not supported here", field
+    union = next((name for name in reversed(path) if name in UNIONS), "")
+    if union and kind.endswith("_type"):
+        return f"{where[: where.rindex(union)]}{union}: {UNIONS[union]}", field
+    return f"{where}: {_message(mistake)}", field
 
 
 def _path(mistake: dict) -> list[str]:
-    return [str(part) for part in mistake["loc"] if part not in TAGS and "[" not in str(part)]
+    """Names and indices; behind an index there is a name, not a tag."""
+    loc = mistake["loc"]
+    names = [part for last, part in pairwise(("", *loc)) if part not in TAGS or isinstance(last, int)]
+    return [str(part) for part in names if "[" not in str(part)]
 
 
 def _message(mistake: dict) -> str:

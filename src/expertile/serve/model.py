@@ -12,7 +12,7 @@ from ..problem import Problem, Quant
 from ..runtime.device import detect
 from ..warming import turning_points
 from .cache import SlotCache, causal_mask
-from .checkpoint import check_files, check_tensors, in_words, load_tokenizer
+from .checkpoint import check_config, check_files, check_tensors, in_words, load_tokenizer
 from .settings import LARGEST_CONTEXT, Settings
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -51,6 +51,7 @@ class LanguageModel:
         """
         disable_progress_bar()
         check_files(settings.model)
+        check_config(settings.model)
         trust = dict(trust_remote_code=settings.trust_remote_code, local_files_only=True)
         device = device or ("cuda" if detect().is_hopper else "cpu")
         try:
@@ -60,7 +61,7 @@ class LanguageModel:
                 settings.model, config=config, dtype=settings.dtype, use_safetensors=True, output_loading_info=True,
                 ignore_mismatched_sizes=True, **trust,
             )  # fmt: skip
-            check_tensors(settings.model, info)
+            check_tensors(settings.model, info, network)
             model = cls(plugin.use(network.to(device).eval(), settings.quant), tokenizer, settings)
             model.step(0, [[0]], [0])  # what of config.json does not fit together may show only here
         except ExpertileError:

@@ -50,6 +50,16 @@ Few = Annotated[
 ]  # the first mistake ends the check: a body can hold a million of them
 
 
+#: What OpenAI has and we do not: null, and what says nothing, is as good as absent.
+NoList = Annotated[list, Field(max_length=0)]
+NoObject = Annotated[dict, Field(max_length=0)]
+
+
+def _at(field: str, message: str) -> PydanticCustomError:
+    """A mistake of a whole body that one field is to blame for."""
+    return PydanticCustomError("at_field", "{field}: {message}", {"field": field, "message": message})
+
+
 class Body(BaseModel):
     """A parameter that would be ignored is refused by name instead."""
 
@@ -85,6 +95,7 @@ class Generation(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     user: Text | None = None
+    logit_bias: NoObject | None = None
 
     @field_validator("stop")
     @classmethod
@@ -99,7 +110,7 @@ class Generation(Body):
     @model_validator(mode="after")
     def _options_go_with_a_stream(self):
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream=true")
+            raise _at("stream_options", "it goes with stream=true")
         return self
 
     @property
@@ -182,6 +193,31 @@ class ChatBody(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
     response_format: ResponseFormat | None = None
+    tools: NoList | None = None
+    functions: NoList | None = None
+    tool_choice: Literal["none"] | None = None
+    function_call: Literal["none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    top_logprobs: Literal[0] | None = None
+    store: Literal[False] | None = None
+    audio: None = None
+    metadata: None = None
+    modalities: None = None
+    prediction: None = None
+    prompt_cache_key: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    safety_identifier: None = None
+    service_tier: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="after")
+    def _one_number_of_tokens(self):
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise _at("max_completion_tokens", f"{both[1]} and max_tokens {both[0]} differ: give one of them")
+        return self
 
 
 class Usage(BaseModel):
