@@ -37,8 +37,10 @@ def pack(
 ):
     """Pack Triton's cache as it is, or the variants of one layer."""
     from .guard.cache import pack as write
+    from .guard.cache import place
 
     check_file(file, "file")
+    place(file)  # no device either, which packing would replace; before minutes of compiling
     if problem is None:
         of_layer = dict(
             quant=quant, static_scale=static_scale, expert_map=expert_map, max_tokens=max_tokens, device=device
@@ -82,14 +84,12 @@ def _pack_layer(file, cache_dir, problem, quant, static_scale, expert_map, max_t
 
     from .guard import warm
     from .guard.cache import pack as write
-    from .guard.cache import place
     from .guard.manifest import Plans
 
     if cache_dir is not None:
         raise ExpertileError(
             "cache_dir does not go with a problem, whose kernels are compiled into a folder of their own"
         )
-    place(file)  # before minutes of compiling
     hardware = _hardware(device)
     variants = layer_variants(problem, quant, static_scale, expert_map, max_tokens, hardware)
     target = GPUTarget("cuda", hardware.capability[0] * 10 + hardware.capability[1], 32)

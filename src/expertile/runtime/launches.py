@@ -9,7 +9,7 @@ how, else by Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
@@ -28,24 +28,21 @@ MOST = 512  # recorded calls that are kept; the oldest goes
 class Launch:
     """One compiled kernel on its grid.
 
-    arguments   in the kernel's order; those in `places` and `views` are filled in
-    places      (position, source, bytes from the source's start)
-    views       the same of tensor descriptors: (position, descriptor, source, bytes)
+    arguments   in the kernel's order; those in `moving` are filled in
+    moving      position -> the address of that tensor, or of that tensor descriptor's
     direct      the same launch as the driver takes it
     """
 
     start: Callable[..., None]
     arguments: Sequence[Any]
-    places: Sequence[tuple[int, int, int]]
-    views: Sequence[tuple[int, Any, int, int]]
+    moving: Mapping[int, Moving]
     direct: Direct | None = None
 
     def __call__(self, addresses: Sequence[int]) -> None:
         arguments = list(self.arguments)
-        for position, source, offset in self.places:
-            arguments[position] = addresses[source] + offset
-        for position, view, source, offset in self.views:
-            arguments[position] = _moved(view, addresses[source] + offset)
+        for position, each in self.moving.items():
+            address, view = addresses[each.source] + each.offset, arguments[position]
+            arguments[position] = address if view is None else _moved(view, address)
         self.start(*arguments)
 
 
@@ -148,25 +145,21 @@ def _launch(started: tuple, ranges: Sequence[tuple[int, int]]) -> Launch | None:
         return None  # interpreted
     if any(name not in others for name in names[len(given) :]):
         return None  # the kernel has defaults, which only Triton binds
-    arguments = [*given, *(others[name] for name in names[len(given) :])]
-    places, views, moving, given = [], [], {}, list(arguments)
-    for position, argument in enumerate(arguments):
-        tensor = getattr(argument, "base", argument) if _is_descriptor(argument) else argument
+    given = [*given, *(others[name] for name in names[len(given) :])]
+    arguments, moving = list(given), {}
+    for position, argument in enumerate(given):
+        view = _is_descriptor(argument)
+        tensor = argument.base if view else argument
         if not isinstance(tensor, torch.Tensor):
             continue
         address = tensor.data_ptr()
         source = next((n for n, (first, end) in enumerate(ranges) if first <= address < end), None)
         if source is None:
             return None
-        offset = address - ranges[source][0]
-        moving[position] = Moving(source, offset, address)
-        if tensor is argument:
-            places.append((position, source, offset))
-        else:
-            views.append((position, _moved(argument, 0), source, offset))  # else its tensor would live as long as this
-        arguments[position] = None
+        moving[position] = Moving(source, address - ranges[source][0], address)
+        arguments[position] = _moved(argument, 0) if view else None  # else the tensor would live as long as this
     grid = (*grid, 1, 1)[:3]
-    return Launch(compiled[grid], arguments, places, views, direct(compiled, grid, given, moving))
+    return Launch(compiled[grid], arguments, moving, direct(compiled, grid, given, moving))
 
 
 def _is_descriptor(argument) -> bool:
