@@ -14,6 +14,9 @@ gpu           needs a Hopper GPU, like every test with the marker `gpu`
 
 TRITON_INTERPRET=1 must be set before the first @triton.jit and replaces Triton's own library too: numerics without a
 GPU therefore has a pytest process of its own, as `make test` does it.
+
+Hypothesis tries the same examples each time, so that a change is judged by what it changed. To look further:
+`pytest --hypothesis-profile=explore tests/serve/test_schema.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False, max_examples=3000)
+settings.load_profile("repeatable")
 
 HERE = Path(__file__).parent
 INTERPRETER = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

@@ -44,6 +44,9 @@ BAD = [
     (dict(logprobs=3), "logprobs"),
     (dict(echo=True), "echo"),
     (dict(best_of=2), "best_of"),
+    (dict(best_of=True), "best_of"),
+    (dict(best_of=1.0), "best_of"),
+    (dict(echo=0), "echo"),
     (dict(suffix="x"), "suffix"),
     (dict(model=7), "model"),
     (dict(temprature=0.5), "temprature"),
@@ -217,6 +220,7 @@ def test_messages(server, messages):
 def test_what_the_engine_does_not_have_is_said(server):
     messages = [{"role": "user", "content": "x"}]
     strange = [dict(tools=[{"type": "function"}]), dict(tool_choice="auto"), dict(store=True), dict(top_logprobs=2)]
+    strange += [dict(top_logprobs=False), dict(logprobs=0), dict(parallel_tool_calls=1), dict(store=0.0)]
     strange += [dict(logprobs=True), dict(response_format={"type": "json_object"}), dict(audio={}), dict(toolz=None)]
     for change in strange:
         found = error(server.post("/v1/chat/completions", dict(messages=messages) | change), 400)

@@ -35,7 +35,11 @@ def test_answers_are_as_documented(document, label, mode):
     operation = document.find_operation_by_label(label)
 
     @settings(
-        max_examples=15, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=settings().max_examples // 6,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):

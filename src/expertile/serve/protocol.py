@@ -26,13 +26,24 @@ MOST_STOPS, LONGEST_STOP = 16, 1024
 STREAMS = {"content": {"text/event-stream": {}}, "description": "the response, or with stream=true its chunks"}
 
 
-def _only_zero(value: float) -> float:
-    if value != 0:
-        raise ValueError("the embedded engine has no penalties")
-    return value
+def _only(allowed, refusal: str) -> AfterValidator:
+    """For a parameter with one value that asks nothing of us. Not Literal, which takes false for 0 and true for 1."""
+
+    def check(value):
+        if value != allowed:
+            raise ValueError(refusal)
+        return value
+
+    return AfterValidator(check)
 
 
-Penalty = Annotated[float, AfterValidator(_only_zero), WithJsonSchema({"type": "number", "enum": [0]})]
+Penalty = Annotated[
+    float, _only(0, "the embedded engine has no penalties"), WithJsonSchema({"type": "number", "enum": [0]})
+]
+Zero = Annotated[int, _only(0, "Input should be 0"), WithJsonSchema({"type": "integer", "enum": [0]})]
+One = Annotated[int, _only(1, "Input should be 1"), WithJsonSchema({"type": "integer", "enum": [1]})]
+No = Annotated[bool, _only(False, "Input should be false"), WithJsonSchema({"type": "boolean", "enum": [False]})]
+Yes = Annotated[bool, _only(True, "Input should be true"), WithJsonSchema({"type": "boolean", "enum": [True]})]
 
 
 def _whole(text: str) -> str:
@@ -156,8 +167,8 @@ class CompletionBody(Generation):
     """POST /v1/completions. prompt: text or token ids, one or several."""
 
     prompt: Prompt
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: No | None = None
+    best_of: One | None = None
     logprobs: None = None
     suffix: None = None
 
@@ -191,15 +202,15 @@ class ChatBody(Generation):
 
     messages: Few[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
+    logprobs: No | None = None
     response_format: ResponseFormat | None = None
     tools: NoList | None = None
     functions: NoList | None = None
     tool_choice: Literal["none"] | None = None
     function_call: Literal["none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    top_logprobs: Literal[0] | None = None
-    store: Literal[False] | None = None
+    parallel_tool_calls: Yes | None = None
+    top_logprobs: Zero | None = None
+    store: No | None = None
     audio: None = None
     metadata: None = None
     modalities: None = None
