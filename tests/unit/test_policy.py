@@ -447,3 +447,10 @@ def test_an_unknown_device_is_refused_with_the_known_ones():
     with pytest.raises(UnsupportedProblem, match="h200"):
         device("h300")
     assert device("h100") is H100
+
+
+@pytest.mark.parametrize("stages, told", [(2, True), (3, False)])
+def test_too_few_stages_for_a_block_whose_warps_wait_for_each_other_are_refused(stages, told):
+    tile = replace(SPECIALIZED[64], stages=stages)
+    found = tile_reasons(tile, named_problem("qwen3-30b-a3b", 4096, "bf16"), H200)
+    assert any(f"stages={stages}" in reason for reason in found) is told

@@ -106,6 +106,8 @@ class Layer:
             raise ShapeError(
                 f"block_m={config.block_m}: with fp8_block's scales the sums of 64 tokens exceed the registers"
             )
+        if config.stages < 2:
+            raise ShapeError(f"stages={config.stages}: a stage is free one step after it was read, 2 are needed")
         if config.warps != RING_WARPS:
             raise ShapeError(f"warps={config.warps}: a block's roles have {RING_WARPS}")
         if tokens > config.block_m:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_versions import thread_barrier
-from .tiles import local_experts
+from .tiles import clamped, local_experts
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def write_h(h, row0, e, h_ptr, h_scale_ptr, N: gl.constexpr, OUT_QUANT: gl.const
                  mask=(t < BLOCK_M) & (row0 < N))  # fmt: skip
         h = h / scale[None, :]
     if OUT_QUANT == "static" or OUT_QUANT == "block":
-        h = gl.minimum(gl.maximum(h, -448.0), 448.0)
+        h = clamped(h, 448.0)
     _write(h.to(h_ptr.dtype.element_ty), row0, e * BLOCK_M, h_ptr, N, ROWS, BLOCK_M)
 
 
@@ -194,7 +194,7 @@ def quantize_h(e, h_ptr, q_ptr, h_scale_ptr, INTER: gl.constexpr, BLOCK_M: gl.co
     gl.store(h_scale_ptr + row, scale)
     for n in range(0, INTER, WIDTH):
         h = gl.load(h_ptr + at + n, mask=(c < INTER - n)[None, :], other=0.0, cache_modifier=".cg").to(gl.float32)
-        h = gl.minimum(gl.maximum(h / scale[:, None], -448.0), 448.0)
+        h = clamped(h / scale[:, None], 448.0)
         gl.store(q_ptr + at + n, h.to(q_ptr.dtype.element_ty), mask=(c < INTER - n)[None, :])
 
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_versions import cp_async, cp_async_commit, cp_async_wait, tma_load
-from .tiles import gate_value, gated_value
+from .tiles import clamped, gate_value, gated_value
 
 SLOTS = gl.constexpr(4)  # tiles told ahead: with a short K several fit the ring
 
@@ -238,7 +238,7 @@ def _write(y, n, y_row, keep, group, y_ptr, y_scale_ptr, N: gl.constexpr, OUT_QU
         gl.store(y_scale_ptr + y_row.to(gl.int64) * ((N + 127) // 128) + group, scale, mask=there)
         y = y / scale[:, None]
     if OUT_QUANT != "":
-        y = gl.minimum(gl.maximum(y, -448.0), 448.0)
+        y = clamped(y, 448.0)
     gl.store(where, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -49,7 +49,7 @@ def _count_rows(
 ):
     expert = local_experts(ids_ptr, map_ptr, pid * BLOCK + tl.arange(0, BLOCK), slots, total, EXPERTS)
     bins = tl.arange(0, BINS)
-    tl.store(counts_ptr + pid * EXPERTS + bins, tl.histogram(expert, BINS), mask=bins < EXPERTS)
+    tl.store(counts_ptr + pid.to(tl.int64) * EXPERTS + bins, tl.histogram(expert, BINS), mask=bins < EXPERTS)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _place_rows(
         for q0 in tl.range(0, programs, CHUNK):
             q = q0 + tl.arange(0, CHUNK)
             inside = (q < programs)[:, None] & (bins < EXPERTS)[None, :]
-            part = tl.load(counts_ptr + q[:, None] * EXPERTS + bins[None, :], mask=inside, other=0)
+            part = tl.load(counts_ptr + q[:, None].to(tl.int64) * EXPERTS + bins[None, :], mask=inside, other=0)
             count += tl.sum(part, 0)
             before += tl.sum(tl.where((q < pid)[:, None], part, 0), 0)
     offset = tl.cumsum(count, 0) - count

@@ -212,6 +212,12 @@ def scale_block_row(
 
 
 @triton.jit
+def clamped(value, LIMIT: tl.constexpr):
+    """value within -LIMIT and LIMIT; NaN stays NaN, which a plain minimum would turn into LIMIT."""
+    return tl.minimum(tl.maximum(value, -LIMIT, tl.PropagateNan.ALL), LIMIT, tl.PropagateNan.ALL)
+
+
+@triton.jit
 def gate_value(g, GATE: tl.constexpr, ALPHA: tl.constexpr):
     """f(g) of problem.Gate, in fp32."""
     if GATE == "silu":
@@ -223,7 +229,7 @@ def gate_value(g, GATE: tl.constexpr, ALPHA: tl.constexpr):
         value = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     else:
         tl.static_assert(GATE == "relu2", "unknown gate")
-        positive = tl.maximum(g, 0.0)
+        positive = tl.maximum(g, 0.0, tl.PropagateNan.ALL)
         value = positive * positive
     return value
 
@@ -232,14 +238,14 @@ def gate_value(g, GATE: tl.constexpr, ALPHA: tl.constexpr):
 def gated_value(g, u, GATE: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
     """f(min(g, limit)) * (clamp(u, -limit, limit) + beta), in fp32."""
     if LIMIT is not None:
-        g = tl.minimum(g, LIMIT)
-        u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
+        g = tl.minimum(g, LIMIT, tl.PropagateNan.ALL)
+        u = clamped(u, LIMIT)
     return gate_value(g, GATE, ALPHA) * (u + BETA)
 
 
 @triton.jit
 def to_fp8(value, scale):
-    return tl.minimum(tl.maximum(value / scale, -448.0), 448.0).to(tl.float8e4nv)
+    return clamped(value / scale, 448.0).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..plans import Backend, Plan
 from ..reference import moe as reference_moe
 from ..weights import Weights
@@ -12,6 +14,10 @@ def run(plan: Plan, x, weights: Weights, ids, probs, out, *, expert_map=None, sc
     """out [T, H] of one MoE layer by the plan's backend."""
     if plan.problem.tokens == 0:
         return out
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.device):  # kernels start on the current device, and records are kept by it
+            return run(plan, x, weights, ids, probs, out, expert_map=expert_map, scaling_factor=scaling_factor,
+                       workspace=workspace)  # fmt: skip
     return RUNNERS[plan.backend](plan, x, weights, ids, probs, out, expert_map, scaling_factor, workspace)
 
 

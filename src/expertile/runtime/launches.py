@@ -90,14 +90,16 @@ class Calls:
 
     def __init__(self) -> None:
         self._recorded: dict[tuple, Recorded] = {}
+        self._lock = Lock()
 
     def find(self, key: tuple) -> Recorded | None:
         return self._recorded.get(key)
 
     def keep(self, key: tuple, recorded: Recorded) -> None:
-        if len(self._recorded) >= MOST:
-            del self._recorded[next(iter(self._recorded))]
-        self._recorded[key] = recorded
+        with self._lock:
+            if len(self._recorded) >= MOST:
+                del self._recorded[next(iter(self._recorded))]
+            self._recorded[key] = recorded
 
     def __len__(self) -> int:
         return len(self._recorded)

@@ -53,9 +53,10 @@ def triton_experts(
     sources = (x, ids, probs, out, memory, expert_map, w.w13, w.w2, w.w13_scale, w.w2_scale, w.w13_bias, w.w2_bias,
                w.x_scale, w.h_scale)  # fmt: skip
     addresses = [None if t is None else t.data_ptr() for t in sources]
+    biases = None if w.w13_bias is None else (w.w13_bias.dtype, w.w2_bias.dtype)
     key = (
         id(plan), scaling_factor, w.split_scale, x.stride(0), out.stride(0), ids.dtype, probs.dtype, w.w13.stride(),
-        w.w2.stride(), x.get_device(), None if expert_map is None else expert_map.numel(), memory.numel(),
+        w.w2.stride(), x.get_device(), None if expert_map is None else expert_map.numel(), memory.numel(), biases,
         *(None if address is None else address % 16 for address in addresses),
     )  # fmt: skip
     recorded = workspace.calls.find(key)
