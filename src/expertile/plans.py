@@ -245,6 +245,9 @@ SCAN_ROWS = 2048  # up to here every such program counts all ids itself; beyond,
 
 RING_TOKENS = 64  # up to here a plan can have Stream.RING
 RING_WARPS = 12  # two warpgroups that multiply, one whose warps load
+#: Stages with which the roles of a block do not wait for each other: one is free again a step after it was read; rows
+#: that are gathered are handed over a step later still.
+RING_STAGES, SPECIALIZED_STAGES = 2, 3
 
 
 def ring_smem_bytes(config: GemmConfig) -> int:

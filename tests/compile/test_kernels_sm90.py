@@ -1,6 +1,7 @@
 """Plans that the policy can choose for known layers, compiled for sm_90a: instructions, spills, shared memory."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -24,7 +25,7 @@ from expertile.policy.model import SPECIALIZED_BYTES, smem_bytes
 from expertile.problem import LAYERS, Quant, named_problem
 from expertile.router import ROUTERS
 from expertile.runtime.compile import compile_specialization
-from expertile.runtime.triton_experts import products, ring_layer
+from expertile.runtime.triton_experts import products, ring_layer, specializations
 
 #: label of the problem, and whether the activations' scales are given ahead
 QUANTS = (
@@ -191,3 +192,15 @@ def test_the_router_has_no_spills():
     for name, experts, top_k in (("softmax", 128, 8), ("deepseek_v3", 256, 8), ("llama4", 16, 1)):
         compiled = compile_specialization(router.signature(experts, ROUTERS[name], top_k))
         assert compiled.spill_bytes == compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 4096])
+@pytest.mark.parametrize(
+    "name, label", [("qwen3-30b-a3b", "fp8_block"), ("nemotron-3-nano", "fp8_tensor"), ("gpt-oss-120b", "bf16")]
+)
+def test_clamps_and_limits_let_nan_through(name, label, tokens):
+    plan = decide(named_problem(name, tokens, label, static_scale=label == "fp8_tensor"), H200, Backend.TRITON)
+    assembly = [compile_specialization(each).ptx for each in specializations(plan)]
+    assert any("min.NaN.f32" in text or "max.NaN.f32" in text for text in assembly)
+    for text in assembly:  # a plain maximum is that of absmax, of whose values none is negative
+        assert "min.f32" not in text and not re.search(r"max\.f32[^;]*0f(00000000|C3E00000)", text)

@@ -18,7 +18,9 @@ from expertile.hardware import H200
 from expertile.plans import Backend
 from expertile.policy import decide
 from expertile.problem import Quant, named_problem
+from expertile.runtime.launches import Calls
 from expertile.runtime.triton_experts import specializations, triton_experts
+from expertile.runtime.workspace import Workspace
 from expertile.warming import turning_points
 from expertile.weights import DTYPES, FP8
 
@@ -118,3 +120,59 @@ def test_the_signatures_say_what_the_launches_ask_for(name, label, static):
                     assert spec.constants[argument] == value, f"{spec.kernel.__name__} {argument}, T={tokens}"
                 elif kind.startswith("*") or argument.startswith("stride"):
                     assert (value == "D") == (argument in spec.divisible_by_16), f"{spec.kernel.__name__} {argument}"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(kernel, its arguments by name, whether a record started it) of launches that are stood in for."""
+    log = []
+
+    class Compiled:
+        packed_metadata = ()
+
+        def __init__(self, kernel, arguments):
+            self.kernel, self.arguments = kernel, arguments
+
+        def __getitem__(self, grid):
+            return lambda *addresses: log.append((self.kernel, self.arguments, True))
+
+    def run(self, *arguments, grid, warmup, **keywords):
+        bound = dict(zip(self.arg_names, arguments, strict=False))
+        log.append((self.__name__, bound, False))
+        return Compiled(self.__name__, bound)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return log
+
+
+def test_a_record_is_not_for_biases_of_another_dtype(started):
+    calls = Calls()
+
+    def call(dtype):
+        biases = dict(w13_bias=torch.zeros(4, 128, dtype=dtype), w2_bias=torch.zeros(4, 64, dtype=dtype))
+        w13, w2 = torch.zeros(4, 128, 64, dtype=torch.bfloat16), torch.zeros(4, 64, 64, dtype=torch.bfloat16)
+        weights = expertile.prepare(w13, w2, **biases)
+        x, ids = torch.zeros(1, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]], dtype=torch.int32)
+        plan = decide(weights.problem(1, 2), H200)
+        workspace = Workspace.for_plan(plan, x.device, calls=calls)
+        triton_experts(plan, x, weights, ids, torch.ones(1, 2), torch.zeros_like(x), workspace=workspace)
+
+    for dtype, recorded in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
+        started.clear()
+        call(dtype)
+        assert started and all(again is recorded for *_, again in started)
+        assert {a["bias_ptr"].dtype for _, a, _ in started} == {dtype}
+
+
+@pytest.mark.parametrize("width, first", [(260, 0), (264, 4)], ids=["stride", "address"])
+def test_rows_that_do_not_begin_at_sixteen_bytes_are_laid_out_anew_to_be_gathered(started, width, first):
+    w13, w2 = torch.zeros(8, 512, 256, dtype=torch.bfloat16), torch.zeros(8, 256, 256, dtype=torch.bfloat16)
+    weights = expertile.prepare(w13, w2)
+    x = torch.randn(2048, width, dtype=torch.bfloat16)[:, first : first + 256]
+    ids = torch.zeros(2048, 2, dtype=torch.int32)
+    plan = decide(weights.problem(2048, 2), H200)
+    assert plan.gemm1.specialized
+    triton_experts(plan, x, weights, ids, torch.ones(2048, 2), torch.zeros(2048, 256, dtype=torch.bfloat16))
+    gathering = next(a for name, a, _ in started if name == "_hopper_gemm_kernel" and a["x_ptr"] is not None)
+    rows = gathering["x_ptr"]
+    assert rows.data_ptr() % 16 == 0 and gathering["stride_xm"] == rows.stride(0) == 256 and torch.equal(rows, x)

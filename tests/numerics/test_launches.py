@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from expertile.plans import Backend, Plan
+from expertile.problem import named_problem
+from expertile.runtime import execute
 from expertile.runtime.launches import MOST, Calls, Recorder, span
 
 
@@ -118,3 +122,25 @@ def test_calls_are_bounded():
     for key in range(MOST + 5):
         calls.keep((key,), key)
     assert len(calls) == MOST and calls.find((0,)) is None and calls.find((MOST + 4,)) == MOST + 4
+
+
+def test_a_call_runs_on_its_tensors_device(monkeypatch):
+    class OnSecond:
+        is_cuda, device = True, "cuda:1"
+
+        def get_device(self):
+            return 1
+
+    current = [0]
+
+    @contextmanager
+    def device(name):
+        current.append(int(name[-1]))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setitem(execute.RUNNERS, Backend.TORCH, lambda *call: current[-1])
+    plan = Plan(named_problem("qwen3-30b-a3b", 1, "bf16"), "h200", Backend.TORCH)
+    assert execute.run(plan, OnSecond(), None, None, None, None) == 1 and current == [0]

@@ -296,3 +296,15 @@ def test_the_poison_is_nan_in_every_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, FP8):
         poison = torch.full((8,), 0xFF, dtype=torch.uint8).view(dtype)
         assert poison.float().isnan().all()
+
+
+@pytest.mark.gpu  # Triton's interpreter keeps NaN in any minimum and loses it in its cast to e4m3
+@DTYPE
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("activation", ["silu", "relu2", "swiglu_oai"])
+def test_nan_in_a_token_is_nan_in_its_output_and_nowhere_else(activation, quant, dtype):
+    layer = make_layer(Case(tokens=21, hidden=64, inter=64, quant=quant, activation=activation, dtype=dtype))
+    layer.x[3, 5] = float("nan")
+    for plan in (make_plan(layer, SWAP), make_stream_plan(layer)):
+        y = execute.run(plan, layer.x, layer.weights, layer.ids, layer.probs, torch.zeros_like(layer.x))
+        assert y[3].isnan().all() and int(y.isnan().any(dim=1).sum()) == 1

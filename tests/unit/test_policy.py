@@ -20,7 +20,7 @@ from expertile.plans import ALIGN, Backend, GemmConfig, Plan, Stream
 from expertile.policy import Settings, decide, device, explain, table
 from expertile.policy.libraries import LIBRARIES
 from expertile.policy.model import expected_tiles, floor_us, smem_bytes
-from expertile.policy.rules import MAX_EXPERTS, RULES, stream_reasons, tile_reasons
+from expertile.policy.rules import MAX_EXPERTS, RULES, ring_reasons, stream_reasons, tile_reasons
 from expertile.policy.tiles import SPECIALIZED, STREAM_ROWS, choose_tiles, fused_quant
 from expertile.problem import ACTIVATIONS, LAYERS, Problem, Quant, named_problem
 
@@ -454,3 +454,6 @@ def test_too_few_stages_for_a_block_whose_warps_wait_for_each_other_are_refused(
     tile = replace(SPECIALIZED[64], stages=stages)
     found = tile_reasons(tile, named_problem("qwen3-30b-a3b", 4096, "bf16"), H200)
     assert any(f"stages={stages}" in reason for reason in found) is told
+    ring = GemmConfig(16, 128, 64, 12, stages - 1, True, 1, True)
+    found = ring_reasons(ring, named_problem("qwen3-30b-a3b", 16, "bf16"), H200)
+    assert any(f"stages={stages - 1}" in reason for reason in found) is told

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -29,12 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..errors import ShapeError
-from ..plans import RING_WARPS, GemmConfig
+from ..plans import RING_STAGES, RING_WARPS, GemmConfig
 from ..problem import BLOCK, Activation, Quant
 from .decode_roles import load_rows, load_weights, multiply
 from .tiles import (
     TYPES,
     Specialization,
+    aligned_rows,
     gdc_launch_dependents,
     gdc_wait,
     launch,
@@ -106,8 +106,8 @@ class Layer:
             raise ShapeError(
                 f"block_m={config.block_m}: with fp8_block's scales the sums of 64 tokens exceed the registers"
             )
-        if config.stages < 2:
-            raise ShapeError(f"stages={config.stages}: a stage is free one step after it was read, 2 are needed")
+        if config.stages < RING_STAGES:
+            raise ShapeError(f"stages={config.stages}: with fewer than {RING_STAGES} the roles of a block hang")
         if config.warps != RING_WARPS:
             raise ShapeError(f"warps={config.warps}: a block's roles have {RING_WARPS}")
         if tokens > config.block_m:
@@ -285,8 +285,7 @@ def decode_experts(
     Raises    ShapeError when Needs does not hold
     """
     layer.check(config, x.shape[0])
-    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # TMA reads it
+    x = aligned_rows(x)
     total = layer.experts if expert_map is None else expert_map.numel()
     box, rows = [config.block_n // 2, config.block_k], [config.block_m, config.block_k]
     names = ("x_scale", "h_scale", "w13_scale", "w2_scale", "b13", "b2")

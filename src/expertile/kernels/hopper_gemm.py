@@ -14,20 +14,20 @@ which it stores as one piece: the epilogue needs no shared memory.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..errors import ShapeError
-from ..plans import GemmConfig
+from ..plans import SPECIALIZED_STAGES, GemmConfig
 from ..problem import BLOCK, Quant
 from ..routing import Routing
 from .hopper_roles import SLOTS, gather_rows, load_weights, multiply
 from .tiles import (
     Product,
     Specialization,
+    aligned_rows,
     gdc_launch_dependents,
     gdc_wait,
     gemm_specialization,
@@ -36,7 +36,6 @@ from .tiles import (
 )
 
 GATHER_WARPS = 2
-LEAST_STAGES = 3  # with fewer the warps that gather wait for those that multiply, and those for them
 
 
 @gluon.jit(do_not_specialize_on_alignment=["next_ptr"])
@@ -201,8 +200,7 @@ def hopper_gemm(
     """
     product.check(config, routing.block_m)
     _check(x, w, product, config)
-    if product.gather and (x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16):
-        x = x.clone(memory_format=torch.contiguous_format)  # rows are gathered by 16 bytes
+    x = aligned_rows(x)
     blocks = -(-product.n // product.y_block(config))
     next_tile = routing.next_tile[0 if product.gather else 1 :]  # GEMM1 and GEMM2 have a counter each
     rows = (x, None) if product.gather else (None, _row_view(x, config))
@@ -218,8 +216,8 @@ def _check(x, w, product: Product, config: GemmConfig) -> None:
     item = w.element_size()
     if (config.block_m, config.block_n, config.block_k * item) != (128, 256, 128):
         raise ShapeError(f"{config.name}: the tile is 128 rows by 256 rows of w by 128 bytes")
-    if config.stages < LEAST_STAGES:
-        raise ShapeError(f"stages={config.stages}: the warps of a block need {LEAST_STAGES} to pass on")
+    if config.stages < SPECIALIZED_STAGES:
+        raise ShapeError(f"stages={config.stages}: with fewer than {SPECIALIZED_STAGES} the roles of a block hang")
     if product.n % 32 or product.k * item % 16:
         raise ShapeError(f"n={product.n} must be a multiple of 32, rows of k={product.k} of 16 bytes")
     span = x.shape[0] * x.stride(0) * item

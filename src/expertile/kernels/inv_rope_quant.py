@@ -126,7 +126,8 @@ def fused_inv_rope_fp8_quant(o, positions, cos_sin, groups: int, *, out=None, sc
     padded = -(-tokens // TOKENS) * TOKENS
     out = _memory("out", out, (groups, tokens, width), torch.float8_e4m3fn, o.device)
     scales = _memory("scales", scales, (groups, width // BLOCK, padded), torch.float32, o.device)
-    launch(o, positions, cos_sin, out, scales)
+    with torch.cuda.device_of(o):  # kernels start on the current device
+        launch(o, positions, cos_sin, out, scales)
     return out.transpose(0, 1), scales[:, :, :tokens].permute(2, 0, 1)
 
 

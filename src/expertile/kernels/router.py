@@ -197,9 +197,10 @@ def router(logits, router: Router, top_k: int, bias=None, ids=None, probs=None, 
     probs = _output("probs", probs, logits, top_k, torch.float32)
     if tokens:
         constants = _constants(experts, router, top_k, pdl)
-        _router_kernel[(-(-tokens // constants["BLOCK_T"]),)](
-            logits, bias, ids, probs, tokens, logits.stride(0), **constants, **_options(pdl)
-        )
+        with torch.cuda.device_of(logits):  # kernels start on the current device
+            _router_kernel[(-(-tokens // constants["BLOCK_T"]),)](
+                logits, bias, ids, probs, tokens, logits.stride(0), **constants, **_options(pdl)
+            )
     return ids, probs
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import triton
 import triton.language as tl
 
@@ -120,6 +121,13 @@ class Specialization:
     constants: dict[str, object]
     divisible_by_16: tuple[str, ...]
     options: dict[str, object] = field(default_factory=dict)
+
+
+def aligned_rows(x):
+    """x, or a copy of it where its rows do not begin at multiples of 16 bytes, as TMA and cp.async read them."""
+    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def launch(kernel, grid: tuple, *arguments, **others):

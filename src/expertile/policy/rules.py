@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..hardware import Hardware
-from ..plans import RING_TOKENS, RING_WARPS, Backend, GemmConfig, ring_smem_bytes
+from ..plans import RING_STAGES, RING_TOKENS, RING_WARPS, SPECIALIZED_STAGES, Backend, GemmConfig, ring_smem_bytes
 from ..problem import BLOCK, DType, Problem, Quant
 from .libraries import LIBRARIES, Installed, library_reasons
 from .model import smem_bytes
@@ -89,8 +89,8 @@ def _specialized_reasons(config: GemmConfig, problem: Problem) -> list[str]:
     found = []
     if (config.block_m, config.block_n, config.block_k * item, config.swap) != (128, 256, 128, False):
         found.append(f"specialized: {config.block_m}x{config.block_n}x{config.block_k} is not 128 x 256 x 128 bytes")
-    if config.stages < 3:
-        found.append(f"specialized: stages={config.stages}, with fewer than 3 its roles wait for each other")
+    if config.stages < SPECIALIZED_STAGES:
+        found.append(f"specialized: stages={config.stages}, with fewer than {SPECIALIZED_STAGES} its roles hang")
     if config.warps != 12:
         found.append(f"specialized: warps={config.warps}, its roles have 12")
     for name in ("hidden", "inter"):  # 32 rows of w are reordered among themselves; TMA's 16 bytes follow
@@ -148,8 +148,8 @@ def ring_reasons(config: GemmConfig, problem: Problem, hardware: Hardware) -> li
         found.append(f"ring: {config.block_m}x{config.block_n}x{config.block_k} is not 8-64 x 128|256 x 128 bytes")
     if block and config.block_n != 2 * BLOCK:
         found.append(f"ring: block_n={config.block_n}, h is quantised in blocks of {BLOCK} columns: 256 is needed")
-    if config.stages < 2:
-        found.append(f"ring: stages={config.stages}, with fewer than 2 its roles wait for each other")
+    if config.stages < RING_STAGES:
+        found.append(f"ring: stages={config.stages}, with fewer than {RING_STAGES} its roles hang")
     if config.warps != RING_WARPS:
         found.append(f"ring: warps={config.warps}, its roles have {RING_WARPS}")
     need = ring_smem_bytes(config)
