@@ -74,8 +74,8 @@ def ring_by_rule(problem: Problem, hardware: Hardware) -> GemmConfig | None:
     """The tile with which both products go in one launch where no table has the layer, None where they should not.
 
     Measured on twelve layers (2026-12-02): from some 20 routed rows, while all tokens of the step, which every expert
-    that is hit is given, still are few. With one scale an expert or a row it was 1 to 9 % faster at any size, in 16 bit
-    and with block scales only where rows of w13 are long: with block scales by 2 to 14 %, else 6 to 32 % slower.
+    that is hit is given, still are few. With one scale an expert or a row it was up to 9 % faster in most cells (2.6 %
+    slower in one), in 16 bit and with block scales only where rows of w13 are long: else up to 46 % slower.
     """
     if not hardware.is_hopper or problem.local_rows < RING_ROWS or problem.tokens > RING_RULE_TOKENS:
         return None
