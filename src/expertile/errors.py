@@ -1,4 +1,14 @@
-"""Every error that expertile raises on purpose, with the value that was wrong and what to do about it."""
+"""Every error that expertile raises on purpose, with the value that was wrong and what to do about it; and the checks
+of plain values that raise them.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any, TypeVar
+
+Member = TypeVar("Member", bound=Enum)
 
 
 class ExpertileError(Exception):
@@ -19,3 +29,31 @@ class Recompiled(ExpertileError):
 
 class MissingExtra(ExpertileError, ImportError):
     """An optional dependency is not installed; the message says which extra brings it."""
+
+
+def member(kind: type[Member], value: Any, name: str) -> Member:
+    """The member of an Enum that the value of `name` stands for; ShapeError lists them where it stands for none."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(each.value for each in kind)
+        raise ShapeError(f"{name}={value!r} is not known: use one of {known}") from None
+
+
+def check_number(value: Any, name: str) -> None:
+    """ShapeError unless it is a finite number."""
+    largest = sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -largest <= value <= largest:
+        raise ShapeError(f"{name}={value!r}: give a finite number")
+
+
+def check_flag(value: Any, name: str) -> None:
+    """ShapeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise ShapeError(f"{name}={value!r}: give True or False")
+
+
+def check_count(value: Any, name: str) -> None:
+    """ShapeError unless it is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ShapeError(f"{name}={value!r}: give an integer of at least 1")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from .errors import ShapeError
+from .errors import ShapeError, check_flag, check_number, member
 
 BLOCK = 128  # rows and columns of one scale block in fp8_block; values of one activation scale group
 #: (least, most) of a Problem's sizes. No machine holds the most; far beyond, a plan could not even be priced.
@@ -17,14 +16,6 @@ BOUNDS = {
     **dict.fromkeys(("hidden", "inter"), (1, 1 << 24)),
     **dict.fromkeys(("experts", "top_k", "total_experts"), (1, 1 << 16)),
 }
-
-
-def _member(kind, value, name):
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(member.value for member in kind)
-        raise ShapeError(f"{name}={value!r} is not known: use one of {known}") from None
 
 
 class DType(str, Enum):
@@ -82,8 +73,12 @@ class Activation:
     interleaved: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "gate", _member(Gate, self.gate, "gate"))
-        if self.limit is not None and not (math.isfinite(self.limit) and self.limit > 0):
+        object.__setattr__(self, "gate", member(Gate, self.gate, "gate"))
+        for name in ("gated", "interleaved"):
+            check_flag(getattr(self, name), f"activation {name}")
+        for name in ("alpha", "beta") if self.limit is None else ("alpha", "beta", "limit"):
+            check_number(getattr(self, name), f"activation {name}")
+        if self.limit is not None and self.limit <= 0:
             raise ShapeError(f"activation limit={self.limit}: give a positive number, or None for no clamp")
         if not self.gated and (self.limit is not None or self.beta or self.interleaved):
             raise ShapeError("an activation without a gate takes no limit, beta or interleaved: there is no up half")
@@ -133,7 +128,7 @@ def activation(name: str | Activation, **changes) -> Activation:
     """The Activation of that name (a key of ACTIVATIONS), with fields changed: `activation("silu", limit=10.0)`."""
     if isinstance(name, Activation):
         return replace(name, **changes)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ShapeError(f"activation={name!r} is not known: use one of {', '.join(ACTIVATIONS)} or an Activation")
     return replace(ACTIVATIONS[name], **changes)
 
@@ -167,8 +162,8 @@ class Problem:
     total_experts: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
-        object.__setattr__(self, "quant", _member(Quant, self.quant, "quant"))
+        object.__setattr__(self, "dtype", member(DType, self.dtype, "dtype"))
+        object.__setattr__(self, "quant", member(Quant, self.quant, "quant"))
         object.__setattr__(self, "activation", activation(self.activation))
         if self.total_experts is None:
             object.__setattr__(self, "total_experts", self.experts)
@@ -176,6 +171,8 @@ class Problem:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ShapeError(f"{name}={value!r}: give an integer from {least} to {most}")
+        for name in ("static_scale", "bias", "weight_on_input"):
+            check_flag(getattr(self, name), name)
         if self.total_experts < self.experts:
             raise ShapeError(f"total_experts={self.total_experts} is fewer than the experts={self.experts} held here")
         if self.top_k > self.total_experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .errors import ShapeError
+from .errors import ShapeError, check_count, check_flag, check_number, member
 
 
 class Score(str, Enum):
@@ -49,19 +49,28 @@ class Router:
     epsilon: float = 0.0
 
     def __post_init__(self):
-        object.__setattr__(self, "score", Score(self.score))
-        object.__setattr__(self, "group_score", GroupScore(self.group_score))
-        if not 1 <= self.top_groups <= self.groups:
+        object.__setattr__(self, "score", member(Score, self.score, "score"))
+        object.__setattr__(self, "group_score", member(GroupScore, self.group_score, "group_score"))
+        for name in ("softmax_after", "renormalize"):
+            check_flag(getattr(self, name), f"router {name}")
+        for name in ("groups", "top_groups"):
+            check_count(getattr(self, name), f"router {name}")
+        for name in ("scaling_factor", "epsilon"):
+            check_number(getattr(self, name), f"router {name}")
+        if self.epsilon < 0:
+            raise ShapeError(f"router epsilon={self.epsilon!r}: it keeps a sum from being zero, give at least 0")
+        if self.top_groups > self.groups:
             raise ShapeError(f"top_groups={self.top_groups} must be between 1 and groups={self.groups}")
         if self.softmax_after and self.renormalize:
             raise ShapeError("softmax_after already sums to one: leave renormalize off")
 
     def check(self, experts: int, top_k: int) -> None:
         """Raises ShapeError when it cannot choose top_k of that many experts."""
+        check_count(top_k, "top_k")
         if experts % self.groups:
             raise ShapeError(f"{experts} experts do not divide into groups={self.groups}")
         size = experts // self.groups
-        if not 1 <= top_k <= size * self.top_groups:
+        if top_k > size * self.top_groups:
             raise ShapeError(
                 f"top_k={top_k} of {experts} experts, of which {size * self.top_groups} compete "
                 f"({self.top_groups} of {self.groups} groups)"
@@ -95,6 +104,6 @@ ROUTERS = {
 def router(name: str | Router) -> Router:
     if isinstance(name, Router):
         return name
-    if name not in ROUTERS:
+    if not isinstance(name, str) or name not in ROUTERS:
         raise ShapeError(f"router={name!r} is not known: use one of {', '.join(ROUTERS)} or a Router")
     return ROUTERS[name]

@@ -159,6 +159,36 @@ def test_a_contradictory_router_is_refused(fields):
         Router(**fields)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Router(score="foo"), "score='foo'.*softmax"),
+        (lambda: Router(group_score=["max"]), r"group_score=\['max'\].*top2"),
+        (lambda: Router(renormalize="no"), "renormalize='no'.*True or False"),
+        (lambda: Router(groups="8"), "groups='8'.*integer"),
+        (lambda: Router(groups=8, top_groups=2.0), "top_groups=2.0.*integer"),
+        (lambda: Router(scaling_factor="2.5"), "scaling_factor='2.5'.*finite"),
+        (lambda: Router(scaling_factor=float("nan")), "scaling_factor=nan.*finite"),
+        (lambda: Router(epsilon=-1e-20), "epsilon=-1e-20.*at least 0"),
+        (lambda: Router().check(8, 2.0), "top_k=2.0.*integer"),
+        (lambda: Router().check(8, True), "top_k=True.*integer"),
+        (lambda: Router().check(8, 0), "top_k=0"),
+        (lambda: router(["softmax"]), r"router=\['softmax'\].*softmax_renormalize"),
+        (lambda: Activation(limit="7"), "limit='7'.*number"),
+        (lambda: Activation(limit=10**400), "limit=1000.*number"),
+        (lambda: Activation(alpha=None), "alpha=None.*number"),
+        (lambda: Activation(beta=float("inf")), "beta=inf.*number"),
+        (lambda: Activation(gated=1), "gated=1: give True or False"),
+        (lambda: Activation(gate={}), "gate={}.*silu"),
+        (lambda: activation(["silu"]), r"activation=\['silu'\].*swiglu_oai"),
+        (lambda: Problem(**SMALL, bias=1), "bias=1: give True or False"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_and_named(make, said):
+    with pytest.raises(ShapeError, match=said):
+        make()
+
+
 def test_a_router_says_what_it_cannot_choose_from():
     with pytest.raises(ShapeError, match="groups=8"):
         ROUTERS["deepseek_v3"].check(60, 4)
