@@ -38,10 +38,13 @@ def prepare(
     """The experts' weights as `moe` wants them: checked, quantised if asked, otherwise the very tensors given.
 
     Shapes    w13 [E, 2I, H] (or [E, I, H] without a gate) | w2 [E, H, I] | biases [E, 2I], [E, H] | scales: see Weights
-    Dtypes    bf16, fp16, fp32 (quantised when `quant` says so), or e4m3 with scales (taken as they are)
+    Dtypes    w13 and w2 alike: bf16, fp16, fp32 (quantised when `quant` says so), or e4m3 with scales (taken as they
+              are, but for their values: finite and not negative); biases bf16, fp16 or fp32
     quant     none, fp8_tensor, fp8_channel, fp8_block; None: none, or for e4m3 what the scales' shapes say
     activation  a key of problem.ACTIVATIONS or an Activation
     dtype     of x and y; default that of w13, bf16 when w13 is e4m3
+    split_scale  fp8_block only: whether gate and up rows have scale blocks of their own; default what w13_scale's
+              shape says, where quantised here: they have
     x_scale, h_scale  static activation scales (fp8_tensor): x is divided by x_scale, h by h_scale
     Raises    ShapeError naming the value that does not fit
     """

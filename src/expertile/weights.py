@@ -13,6 +13,7 @@ from .problem import BLOCK, Activation, DType, Problem, Quant
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+ALIGNMENT = 16  # bytes: where TMA's views of weights begin
 DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -105,19 +106,12 @@ _problem = lru_cache(maxsize=4096, typed=True)(Problem)  # a layer asks for the 
 
 
 def check_weights(w: Weights) -> None:
-    """Raises ShapeError with the value that is wrong. Called once, by `prepare`."""
-    if w.w13.ndim != 3 or w.w2.ndim != 3:
-        raise ShapeError(f"w13 and w2 need three dimensions, got {tuple(w.w13.shape)} and {tuple(w.w2.shape)}")
-    if 0 in w.w13.shape or 0 in w.w2.shape:
-        raise ShapeError(f"w13 {tuple(w.w13.shape)} and w2 {tuple(w.w2.shape)} must not be empty")
+    """Raises ShapeError with the value that is wrong. Called once, when a layer is loaded; nothing here waits for the
+    GPU, so of values it knows nothing: see quantization.
+    """
+    check_sizes(w.w13, w.w2, w.activation)
     experts, rows, hidden = w.w13.shape
     inter = w.inter
-    want_rows = inter * (2 if w.activation.gated else 1)
-    if w.w2.shape != (experts, hidden, inter) or rows != want_rows:
-        raise ShapeError(
-            f"w13 {tuple(w.w13.shape)} and w2 {tuple(w.w2.shape)} do not fit: with activation {w.activation.name} and "
-            f"w2 [E, H, I], w13 must be [{w.w2.shape[0]}, {want_rows}, {w.w2.shape[1]}]"
-        )
     want = FP8 if w.quant is not Quant.NONE else DTYPES[w.dtype]
     for name in ("w13", "w2"):
         tensor = getattr(w, name)
@@ -130,12 +124,39 @@ def check_weights(w: Weights) -> None:
         raise ShapeError("give a bias for both projections or for neither: w13_bias and w2_bias")
     for name, shape in (("w13_bias", (experts, rows)), ("w2_bias", (experts, hidden))):
         bias = getattr(w, name)
-        if bias is not None and (tuple(bias.shape) != shape or not bias.is_floating_point()):
-            raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}, needs a floating dtype and {shape}")
+        if bias is not None and (tuple(bias.shape) != shape or bias.dtype not in NAMES):
+            raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}, needs bf16, fp16 or fp32 and {shape}")
     for name in ("w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias", "x_scale", "h_scale"):
         tensor = getattr(w, name)
         if tensor is not None and tensor.device != w.device:
             raise ShapeError(f"{name} is on {tensor.device}, w13 is on {w.device}")
+    for name in ("w13", "w2"):
+        if is_askew(getattr(w, name)):
+            raise ShapeError(
+                f"{name} begins at address {getattr(w, name).data_ptr():#x}, which is no multiple of {ALIGNMENT} bytes "
+                f"as TMA reads weights: give a clone() of it instead of a view into other memory"
+            )
+
+
+def check_sizes(w13, w2, activation: Activation) -> None:
+    """Raises ShapeError unless w13 and w2 are the two matrices of one layer's experts."""
+    shapes = f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}"
+    if w13.ndim != 3 or w2.ndim != 3:
+        raise ShapeError(f"{shapes} need three dimensions: [E, 2I, H] (or [E, I, H] without a gate) and [E, H, I]")
+    if 0 in w13.shape or 0 in w2.shape:
+        raise ShapeError(f"{shapes} must not be empty")
+    experts, hidden, inter = w2.shape
+    rows = inter * (2 if activation.gated else 1)
+    if w13.shape != (experts, rows, hidden):
+        raise ShapeError(
+            f"{shapes} do not fit: with activation {activation.name} and w2 [E, H, I], w13 must be "
+            f"[{experts}, {rows}, {hidden}]"
+        )
+
+
+def is_askew(w) -> bool:
+    """Whether the memory of weights on a GPU begins where TMA cannot read them."""
+    return w.is_cuda and w.data_ptr() % ALIGNMENT != 0
 
 
 def _check_scales(w: Weights, experts: int, rows: int, hidden: int, inter: int) -> None:

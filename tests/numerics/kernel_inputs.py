@@ -167,7 +167,7 @@ def make_weights(case: Case, local, generator) -> Weights:
         tensor[unused] = torch.nan
         return on_device(tensor)
 
-    fields, matrices = {}, []
+    fields, matrices, poisoned = {}, [], ["w13_bias", "w2_bias"] if case.bias else []
     for name, shape, split in (
         ("w13", (rows, case.hidden), case.split_scale),
         ("w2", (case.hidden, case.inter), False),
@@ -178,18 +178,22 @@ def make_weights(case: Case, local, generator) -> Weights:
         else:
             w = (w * 100).clamp(-FP8_MAX, FP8_MAX).to(FP8)
             scale = weight_scales(case.quant, case.experts, shape, split) * shape[1] ** -0.5 / 100
-            fields[f"{name}_scale"] = poisoned_where_unused(scale)
+            fields[f"{name}_scale"] = on_device(scale)
+            poisoned.append(f"{name}_scale")
             w = w.float()
         w = poisoned_where_unused(w)
         matrices.append(w if case.quant == "none" else w.to(FP8))
         if case.bias:
             bias = torch.randn(case.experts, shape[0], generator=generator).to(DTYPES_BY_NAME[case.dtype])
-            fields[f"{name}_bias"] = poisoned_where_unused(bias)
+            fields[f"{name}_bias"] = on_device(bias)
     if case.static:
         fields.update(x_scale=4 / FP8_MAX, h_scale=4 / FP8_MAX)  # values beyond 4 are clamped
     if case.quant == "fp8_block":
         fields["split_scale"] = case.split_scale
-    return prepare(*matrices, quant=case.quant, activation=act, dtype=DTYPES_BY_NAME[case.dtype], **fields)
+    weights = prepare(*matrices, quant=case.quant, activation=act, dtype=DTYPES_BY_NAME[case.dtype], **fields)
+    for name in poisoned:  # afterwards: prepare refuses such scales
+        getattr(weights, name)[unused] = torch.nan
+    return weights
 
 
 def weight_scales(quant: str, experts: int, shape: tuple[int, int], split: bool = False):

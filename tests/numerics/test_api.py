@@ -1,16 +1,28 @@
 """Wrong input is one ExpertileError that names the value, before anything runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import expertile
 from expertile import ExpertileError
+from expertile.weights import check_weights
 
 E, H, INTER, T = 4, 32, 16, 3
 W13, W2 = torch.randn(E, 2 * INTER, H).bfloat16(), torch.randn(E, H, INTER).bfloat16()
 X, IDS, PROBS = torch.randn(T, H).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(T, 2)
 LOGITS = torch.randn(T, E)
 FP8 = torch.float8_e4m3fn
+
+STORED = dict(w13=W13.to(FP8), w2=W2.to(FP8), w13_scale=torch.ones(E), w2_scale=torch.ones(E))
+
+
+def _with(tensor, place, value):
+    """The tensor with one of its values replaced."""
+    tensor[place] = value
+    return tensor
+
 
 CALLS = {
     "uint32": dict(ids=IDS.to(torch.uint32), probs=PROBS),
@@ -54,7 +66,41 @@ PREPARATIONS = {
     "both products": dict(quant="fp8_tensor", x_scale=1.0),
     "goes with|takes one": dict(quant="fp8_block", x_scale=1.0, h_scale=1.0),
     "both projections": dict(w13_bias=torch.zeros(E, 2 * INTER)),
-}
+    "w2 has dtype torch.float8_e4m3fn, w13 has torch.bfloat16": dict(w2=W2.to(FP8), quant="fp8_channel"),
+    "int8: use bf16": dict(w13=W13.char(), w2=W2.char(), quant="fp8_channel", dtype=torch.bfloat16),
+    "int32: use bf16": dict(w13=W13.int(), w2=W2.int(), quant="fp8_block", dtype="bf16"),
+    r"\(32,\) and w2 \(16,\) need three": dict(w13=W13[0, 0], w2=W2[0, 0], quant="fp8_block"),
+    r"\(32, 32\) and w2 \(32, 16\) need three": dict(w13=W13[0], w2=W2[0], quant="fp8_tensor"),
+    r"\(0, 32, 32\) and w2 \(0, 32, 16\) must not be empty": dict(w13=W13[:0], w2=W2[:0], quant="fp8_block"),
+    r"\(\) and w2 \(\) need three": dict(STORED, w13=W13[0, 0, 0].to(FP8), w2=W2[0, 0, 0].to(FP8)),
+    r"w13_scale\[2\] is nan": dict(STORED, w13_scale=_with(torch.ones(E), 2, float("nan"))),
+    r"w2_scale\[1, 5\] is inf": dict(
+        STORED, w13_scale=torch.ones(E, 2 * INTER), w2_scale=_with(torch.ones(E, H), (1, 5), float("inf"))),
+    r"w13_scale\[3, 0, 0\] is -1": dict(
+        STORED, quant="fp8_block", split_scale=False, w13_scale=_with(torch.ones(E, 1, 1), 3, -1.0),
+        w2_scale=torch.ones(E, 1, 1)),
+    r"w13\[1\] holds values that are not finite": dict(
+        w13=_with(W13.clone(), (1, 0, 0), float("nan")), quant="fp8_block"),
+    r"w2\[3\] holds values that are not finite": dict(
+        w2=_with(W2.clone(), (3, 1, 2), float("-inf")), quant="fp8_tensor"),
+    r"a scale each for gate and up rows.*w13_scale\[:, 0\].*repeat_interleave\(16, 1\)": dict(
+        STORED, w13_scale=torch.ones(E, 2)),
+    "a scale each for gate and up rows, which quant=fp8_tensor": dict(
+        STORED, quant="fp8_tensor", w13_scale=torch.ones(E, 2)),
+    "w13_bias is torch.float8_e4m3fn": dict(w13_bias=torch.zeros(E, 2 * INTER).to(FP8), w2_bias=torch.zeros(E, H)),
+    "split_scale=True goes with quant=fp8_block, not none": dict(split_scale=True),
+    "split_scale=False goes with quant=fp8_block, not fp8_tensor": dict(STORED, split_scale=False),
+    "split_scale='no': give True or False": dict(quant="fp8_block", split_scale="no"),
+    "relu2 has no gate rows": dict(
+        w13=W13[:, :INTER], quant="fp8_block", activation="relu2", split_scale=True),
+    "gate and up rows alternate": dict(
+        quant="fp8_block", split_scale=True, activation=expertile.Activation(interleaved=True)),
+    "w13 is a list": dict(w13=[[1.0]]),
+    "w2_bias is a ndarray": dict(w13_bias=torch.zeros(E, 2 * INTER), w2_bias=torch.zeros(E, H).numpy()),
+    r"activation=\['silu'\]": dict(activation=["silu"]),
+    r"quant=\['fp8_block'\]": dict(quant=["fp8_block"]),
+    "x_scale='1': give a finite number": dict(quant="fp8_tensor", x_scale="1", h_scale=1.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", CALLS)
@@ -69,6 +115,39 @@ def test_wrong_weights_name_the_value(message):
     arguments = {"w13": W13, "w2": W2, **PREPARATIONS[message]}
     with pytest.raises(ExpertileError, match=message):
         expertile.prepare(arguments.pop("w13"), arguments.pop("w2"), **arguments)
+
+
+def test_quantising_keeps_no_graph_and_takes_the_blocks_that_were_asked_for():
+    w13 = torch.nn.Parameter(torch.randn(2, 2 * 192, 128))
+    weights = expertile.prepare(w13, torch.nn.Parameter(torch.randn(2, 128, 192)), quant="fp8_block")
+    assert weights.split_scale and weights.w13_scale.shape == (2, 4, 1)
+    assert not weights.w13_scale.requires_grad and not weights.w13.requires_grad
+    merged = expertile.prepare(w13, torch.randn(2, 128, 192), quant="fp8_block", split_scale=False)
+    assert not merged.split_scale and merged.w13_scale.shape == (2, 3, 1)
+
+
+def test_scales_of_one_block_column_are_no_scales_of_rows():
+    w13, w2 = torch.ones(2, 512, 128).to(FP8), torch.ones(2, 128, 256).to(FP8)
+    found = expertile.prepare(w13, w2, w13_scale=torch.ones(2, 4, 1), w2_scale=torch.ones(2, 1, 2))
+    assert found.quant.value == "fp8_block"
+    found = expertile.prepare(w13, w2, w13_scale=torch.ones(2, 512, 1), w2_scale=torch.ones(2, 128, 1))
+    assert found.quant.value == "fp8_channel" and found.w13_scale.shape == (2, 512)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_weights_on_a_gpu_that_begin_amid_other_memory_are_laid_out_anew():
+    memory = torch.randn(E * 2 * INTER * H + 1).bfloat16()
+    askew = memory[1:].view(E, 2 * INTER, H).as_subclass(OnGpu)
+    assert askew.data_ptr() % 16 and not W2.data_ptr() % 16
+    found = expertile.prepare(askew, W2)
+    assert found.w13.data_ptr() % 16 == 0 and torch.equal(found.w13, askew)
+    with pytest.raises(ExpertileError, match=r"w13 begins at address 0x.*clone\(\)"):
+        check_weights(replace(found, w13=askew))
 
 
 def test_case_20_scales_in_e8m0_are_converted_and_bytes_refused():
