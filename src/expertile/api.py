@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from math import isfinite
 
 import torch
 from torch import Tensor
 
-from . import policy
+from . import backward, policy
+from .arguments import (
+    backend_named,
+    check_device_runs,
+    check_hardware,
+    check_input,
+    check_logits,
+    check_options,
+    check_out,
+    check_plan,
+    check_routing,
+)
 from .errors import ShapeError, UnsupportedProblem
 from .hardware import Hardware
 from .plans import Backend, Plan
@@ -26,9 +36,7 @@ from .runtime.execute import run
 from .runtime.launches import Calls
 from .runtime.torch_router import route_torch
 from .runtime.workspace import Workspace
-from .weights import DTYPES, Weights
-
-ID_DTYPES = (torch.int32, torch.int64)
+from .weights import Weights
 
 
 def prepare(
@@ -70,34 +78,43 @@ def moe(
     out       written and returned; must not share memory with x
     backend, plan    override the policy; `workspace` gives the scratch memory (else torch's allocator does)
     Raises    ShapeError, UnsupportedProblem, naming the value, before anything is launched
-    Compiled  under torch.compile one opaque operator (plan, workspace and hardware are then its own affair). There is
-              no gradient: where one would be needed, backward raises
+    Compiled  under torch.compile one opaque operator (plan, workspace and hardware are then its own affair)
+    Gradient  there is none: where one would be needed, forward runs and backward raises UnsupportedProblem
     """
-    if torch.compiler.is_compiling() or _wants_grad(x, weights, probs):
-        return _through_operator(x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input,
-                                 scaling_factor, out, backend, (plan, workspace, hardware))  # fmt: skip
-    if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, (int, float)) or not isfinite(scaling_factor):
-        raise ShapeError(f"scaling_factor={scaling_factor!r}: give a finite number")
-    if (logits is None) == (ids is None):
-        raise ShapeError("give either ids and probs, or logits with router and top_k")
-    _check_x(x, weights)
+    check_options(scaling_factor, weight_on_input, workspace, hardware)
+    total = check_input(x, weights, ids, probs, logits, router, top_k, bias, expert_map)
+    if out is not None:
+        check_out(out, x)
+    backend = backend_named(backend)
     if logits is not None:
-        _check_logits(logits, x, weights, expert_map)
-        if probs is not None:
-            raise ShapeError("probs go with ids; with logits the router computes them")
-        ids, probs = route(logits, _given(router, "router"), _given(top_k, "top_k"), bias=bias)
-    elif router is not None or bias is not None or top_k is not None:
-        raise ShapeError("router, top_k and bias go with logits; with ids the routing is already done")
-    ids, probs = _check_routing(ids, probs, x, expert_map)
-    total = weights.experts if expert_map is None else expert_map.numel()
+        ids, probs = route(logits, router, top_k, bias=bias)
+    check_routing(ids, probs, x)
+    if torch.compiler.is_compiling():
+        if plan is not None or workspace is not None or hardware is not None:
+            raise ShapeError("plan, workspace and hardware are chosen inside the compiled operator: leave them out")
+        y = _through_operator(x, weights, ids, probs, expert_map, weight_on_input, scaling_factor, backend)
+        return y if out is None else out.copy_(y)
+    if torch.is_grad_enabled() and backward.wanted(x, probs, *weights.tensors):
+        with torch.no_grad():
+            y = moe(
+                x, weights, ids, probs, expert_map=expert_map, weight_on_input=weight_on_input,
+                scaling_factor=scaling_factor, out=out, backend=backend, plan=plan, workspace=workspace,
+                hardware=hardware,
+            )  # fmt: skip
+        return backward.refused(y, x, probs, *weights.tensors)
+    ids, probs = ids.contiguous(), probs.contiguous()
+    if expert_map is not None:
+        expert_map = expert_map.contiguous()  # a column of a table of all ranks' maps is not
+    problem = weights.problem(x.shape[0], ids.shape[1], total_experts=total, weight_on_input=weight_on_input)
     if plan is None:
-        problem = weights.problem(x.shape[0], ids.shape[1], total_experts=total, weight_on_input=weight_on_input)
-        plan = decide(problem, hardware or detect(x.device), _backend(backend), settings())
+        plan = decide(problem, hardware or detect(x.device), backend, settings())
     else:
-        _check_plan(plan, weights, x, ids, total, weight_on_input, backend)
+        check_plan(plan, problem, x, backend, hardware)
+    check_device_runs(plan, x, hardware)
     if not plan.backend.captures and x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedProblem(f"backend={plan.backend.value} reads counts on the host: not under CUDA-graph capture")
-    out = _check_out(out, x)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if workspace is None and plan.backend is Backend.TRITON:
         workspace = Workspace.for_plan(plan, x.device, calls=_calls())
     return run(
@@ -110,29 +127,29 @@ def route(logits, router, top_k: int, *, bias=None):
 
     Shapes    logits [T, E] | bias [E] -> ids [T, top_k] int32, probs [T, top_k] fp32
     Needs     what Router.check says; on a GPU one Triton kernel, elsewhere torch
+    Gradient  there is none, as for `moe`
     """
     router = named_router(router)
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ShapeError(f"logits are {logits.dtype} {tuple(logits.shape)}: need a floating [T, E]")
+    check_logits(logits, bias)
     router.check(logits.shape[1], top_k)
-    if bias is not None and (tuple(bias.shape) != (logits.shape[1],) or bias.dtype != torch.float32):
-        raise ShapeError(
-            f"bias is {bias.dtype} {tuple(bias.shape)}, needs float32 ({logits.shape[1]},): bf16 ties experts"
-        )
     if torch.compiler.is_compiling():
         r = router
         return _route_operator(
             logits, bias, top_k, r.score.value, r.softmax_after, r.renormalize, r.groups, r.top_groups,
             r.group_score.value, r.scaling_factor, r.epsilon,
         )  # fmt: skip
-    return _route(logits, router, top_k, bias)
+    ids, probs = _route(logits, router, top_k, bias)
+    return ids, backward.refused(probs, logits, bias) if backward.wanted(logits, bias) else probs
 
 
 def plan(problem: Problem, hardware: Hardware | str | None = None, backend: str | None = None) -> Plan:
     """How `moe` would compute this problem on this device (default: the one at hand)."""
+    if not isinstance(problem, Problem):
+        raise ShapeError(f"problem is a {type(problem).__name__}: give an expertile.Problem")
     if isinstance(hardware, str):
         hardware = policy.device(hardware)
-    return decide(problem, hardware or detect(), _backend(backend), settings())
+    check_hardware(hardware)
+    return decide(problem, hardware or detect(), backend_named(backend), settings())
 
 
 @lru_cache(maxsize=1)
@@ -197,108 +214,16 @@ def _(logits, bias, top_k, *others):
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
-def _wants_grad(x, weights: Weights, probs) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(t is not None and t.requires_grad for t in (x, probs, weights.w13, weights.w2))
+backward.refuse(_operator)
+backward.refuse(_route_operator)
 
 
-def _through_operator(
-    x, weights, ids, probs, logits, router, top_k, bias, expert_map, weight_on_input, scaling_factor, out, backend, own
-):
-    """moe() as the operator expertile::moe, for torch.compile and for autograd, which is told that there is no
-    gradient.
-    """
-    if any(value is not None for value in own):
-        raise ShapeError("plan, workspace and hardware are chosen inside the compiled operator: leave them out")
-    if logits is not None:
-        ids, probs = route(logits, _given(router, "router"), _given(top_k, "top_k"), bias=bias)
-    w = weights
-    y = _operator(
+def _through_operator(x, weights, ids, probs, expert_map, weight_on_input, scaling_factor, backend):
+    w, name = weights, None if backend is None else backend.value
+    return _operator(
         x, ids, probs, w.w13, w.w2, w.w13_scale, w.w2_scale, w.w13_bias, w.w2_bias, w.x_scale, w.h_scale, expert_map,
-        w.layout, weight_on_input, float(scaling_factor), backend,
+        w.layout, weight_on_input, float(scaling_factor), name,
     )  # fmt: skip
-    return y if out is None else out.copy_(y)
-
-
-def _backend(name) -> Backend | None:
-    try:
-        return Backend(name) if name is not None else None
-    except ValueError:
-        raise ShapeError(f"backend={name!r} is not known: use one of {', '.join(b.value for b in Backend)}") from None
-
-
-def _given(value, name):
-    if value is None:
-        raise ShapeError(f"logits need {name}=...")
-    return value
-
-
-def _check_x(x, weights: Weights):
-    if x.ndim != 2 or x.shape[1] != weights.hidden:
-        raise ShapeError(f"x is {tuple(x.shape)}, the weights need (T, {weights.hidden})")
-    if x.dtype != DTYPES[weights.dtype]:
-        raise ShapeError(f"x has dtype {x.dtype}, the weights were prepared for {DTYPES[weights.dtype]}")
-    if x.device != weights.device:
-        raise ShapeError(f"x is on {x.device}, the weights are on {weights.device}")
-    if x.shape[0] and x.stride(1) != 1:
-        raise ShapeError(f"x has strides {x.stride()}: its last dimension must be contiguous")
-
-
-def _check_logits(logits, x, weights: Weights, expert_map):
-    total = weights.experts if expert_map is None else expert_map.numel()
-    if logits.ndim != 2 or tuple(logits.shape) != (x.shape[0], total):
-        raise ShapeError(f"logits are {tuple(logits.shape)}, x and the experts need ({x.shape[0]}, {total})")
-    if logits.device != x.device:
-        raise ShapeError(f"logits are on {logits.device}, x is on {x.device}")
-
-
-def _check_routing(ids, probs, x, expert_map):
-    if probs is None:
-        raise ShapeError("ids need probs, the router's weights")
-    if ids.dtype not in ID_DTYPES:
-        raise ShapeError(f"ids have dtype {ids.dtype}: use int32 or int64")
-    if ids.ndim != 2 or ids.shape[0] != x.shape[0] or ids.shape[1] < 1:
-        raise ShapeError(f"ids are {tuple(ids.shape)}, x has {x.shape[0]} tokens: ids must be (T, top_k)")
-    if probs.shape != ids.shape or not probs.is_floating_point():
-        raise ShapeError(f"probs are {probs.dtype} {tuple(probs.shape)}, ids are {tuple(ids.shape)}: one weight a slot")
-    if expert_map is not None and (expert_map.ndim != 1 or expert_map.dtype != torch.int32):
-        raise ShapeError(f"expert_map is {expert_map.dtype} {tuple(expert_map.shape)}, needs int32 (total_experts,)")
-    for name, tensor in (("ids", ids), ("probs", probs), ("expert_map", expert_map)):
-        if tensor is not None and tensor.device != x.device:
-            raise ShapeError(f"{name} are on {tensor.device}, x is on {x.device}")
-    return ids.contiguous(), probs.contiguous()
-
-
-def _check_plan(plan: Plan, weights: Weights, x, ids, total: int, weight_on_input: bool, backend):
-    if backend is not None and _backend(backend) is not plan.backend:
-        raise ShapeError(f"backend={backend!r} contradicts the plan, which is for {plan.backend.value}")
-    problem = weights.problem(x.shape[0], ids.shape[1], total_experts=total, weight_on_input=weight_on_input)
-    if plan.problem != problem:
-        raise ShapeError(f"the plan is for {plan.problem}, this call is {problem}")
-
-
-def _check_out(out, x):
-    if out is None:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-        raise ShapeError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}, needs {x.dtype} {tuple(x.shape)} on {x.device}"
-        )
-    if out.shape[0] and out.stride(1) != 1:
-        raise ShapeError(f"out has strides {out.stride()}: its last dimension must be contiguous")
-    if out.numel() and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and _overlap(out, x):
-        raise ShapeError("out shares memory with x, which the experts still read while out is written")
-    return out
-
-
-def _overlap(a, b) -> bool:
-    def extent(t):
-        first = t.data_ptr()
-        return first, first + ((t.shape[0] - 1) * t.stride(0) + t.shape[1]) * t.element_size()
-
-    (a0, a1), (b0, b1) = extent(a), extent(b)
-    return a0 < b1 and b0 < a1
 
 
 __all__ = ["explain", "moe", "plan", "prepare", "route"]

@@ -32,12 +32,16 @@ class MissingExtra(ExpertileError, ImportError):
 
 
 def member(kind: type[Member], value: Any, name: str) -> Member:
-    """The member of an Enum that the value of `name` stands for; ShapeError lists them where it stands for none."""
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(each.value for each in kind)
-        raise ShapeError(f"{name}={value!r} is not known: use one of {known}") from None
+    """The member of an Enum of texts that the value of `name` stands for; ShapeError lists them where it is none.
+
+    Searched, as torch.compile cannot trace a lookup that fails.
+    """
+    if isinstance(value, str):
+        for each in kind:
+            if each == value:
+                return each
+    known = ", ".join(each.value for each in kind)
+    raise ShapeError(f"{name}={value!r} is not known: use one of {known}")
 
 
 def check_number(value: Any, name: str) -> None:

@@ -221,6 +221,11 @@ class Plan:
     def workspace_bytes(self) -> int:
         return sum(-(-buffer.bytes // ALIGN) * ALIGN for buffer in self.buffers)
 
+    @cached_property
+    def able_on(self) -> set:
+        """Devices on which a plan that a caller brought was found able to run: looked at once, not on every call."""
+        return set()
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=lambda value: value.value)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .api import moe, settings
-from .errors import ShapeError
+from .arguments import check_tensor
+from .errors import check_count
 from .hardware import Hardware
 from .plans import Backend
 from .policy import Settings, decide
@@ -78,8 +79,9 @@ def warm(
     is told how many of how many are done. Returns the token counts that ran; none where the policy chooses a backend
     that compiles nothing.
     """
-    if max_tokens < 1:
-        raise ShapeError(f"max_tokens={max_tokens}: give at least 1")
+    check_count(max_tokens, "max_tokens")
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map)
     total = weights.experts if expert_map is None else expert_map.numel()
     problem = weights.problem(1, top_k, total_experts=total, weight_on_input=weight_on_input)
     hardware = hardware or detect(weights.device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -69,6 +69,12 @@ class Weights:
     @property
     def device(self) -> torch.device:
         return self.w13.device
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that there are."""
+        found = (getattr(self, each.name) for each in fields(self))
+        return tuple(value for value in found if isinstance(value, torch.Tensor))
 
     def __post_init__(self):
         text = json.dumps([self.dtype.value, self.quant.value, asdict(self.activation), self.split_scale])

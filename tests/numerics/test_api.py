@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import expertile
-from expertile import ExpertileError
+from expertile import ExpertileError, UnsupportedProblem
 from expertile.weights import check_weights
+
+from .kernel_inputs import SWAP, Case, make_layer, make_plan, make_stream_plan
 
 E, H, INTER, T = 4, 32, 16, 3
 W13, W2 = torch.randn(E, 2 * INTER, H).bfloat16(), torch.randn(E, H, INTER).bfloat16()
@@ -48,6 +50,34 @@ CALLS = {
     "'cutlass'": dict(ids=IDS, probs=PROBS, backend="cutlass"),
     "scaling_factor='2'": dict(ids=IDS, probs=PROBS, scaling_factor="2"),
     "scaling_factor=nan": dict(ids=IDS, probs=PROBS, scaling_factor=float("nan")),
+    "scaling_factor=True": dict(ids=IDS, probs=PROBS, scaling_factor=True),
+    "weight_on_input=1": dict(ids=IDS, probs=PROBS, weight_on_input=1),
+    r"logits are \(3, 5\), x and the experts need \(3, 4\)": dict(
+        logits=torch.randn(T, E + 1), router="softmax", top_k=2),
+    r"logits are \(3, 4\), x and the experts need \(3, 6\)": dict(
+        logits=LOGITS, router="softmax", top_k=2, expert_map=torch.arange(6, dtype=torch.int32)),
+    "either ids and probs, or logits": dict(ids=IDS, logits=LOGITS, router="softmax", top_k=2),
+    "probs go with ids": dict(probs=PROBS, logits=LOGITS, router="softmax", top_k=2),
+    "router, top_k and bias go with logits": dict(ids=IDS, probs=PROBS, router="softmax"),
+    "out is torch.float16": dict(ids=IDS, probs=PROBS, out=torch.empty(T, H).half()),
+    "each with memory of its own": dict(ids=IDS, probs=PROBS, out=torch.empty(1, H).bfloat16().expand(T, H)),
+    "needs torch.bfloat16 .* on cpu": dict(ids=IDS, probs=PROBS, out=torch.empty(T, H, device="meta").bfloat16()),
+    "x is a list": dict(x=X.tolist(), ids=IDS, probs=PROBS),
+    "x is a NoneType": dict(x=None, ids=IDS, probs=PROBS),
+    "ids is a list": dict(ids=IDS.tolist(), probs=PROBS),
+    "probs is a ndarray": dict(ids=IDS, probs=PROBS.numpy()),
+    "logits is a list": dict(logits=LOGITS.tolist(), router="softmax", top_k=2),
+    "bias is a list": dict(logits=LOGITS, router="softmax", top_k=2, bias=[0.0] * E),
+    "expert_map is a list": dict(ids=IDS, probs=PROBS, expert_map=list(range(E))),
+    "out is a list": dict(ids=IDS, probs=PROBS, out=[]),
+    "weights is a tuple": dict(ids=IDS, probs=PROBS, weights=(W13, W2)),
+    "top_k=2.0": dict(logits=LOGITS, router="softmax", top_k=2.0),
+    r"router=\['softmax'\]": dict(logits=LOGITS, router=["softmax"], top_k=2),
+    r"backend=\['torch'\]": dict(ids=IDS, probs=PROBS, backend=["torch"]),
+    "hardware='h200'": dict(ids=IDS, probs=PROBS, hardware="h200"),
+    "workspace is a Tensor": dict(ids=IDS, probs=PROBS, workspace=torch.empty(9)),
+    "plan is a str": dict(ids=IDS, probs=PROBS, plan="torch"),
+    "runs on a GPU, x is on cpu.*without hardware=h200": dict(ids=IDS, probs=PROBS, hardware=expertile.H200),
 }  # fmt: skip
 
 PREPARATIONS = {
@@ -103,11 +133,56 @@ PREPARATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("entered", ["eagerly", "where a gradient is wanted", "compiled"])
 @pytest.mark.parametrize("message", CALLS)
-def test_a_wrong_call_names_the_value(message):
-    arguments = {"x": X, **CALLS[message]}
+def test_a_wrong_call_names_the_value(message, entered, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # what needs a GPU does so again
+    w13, w2 = (torch.nn.Parameter(w, requires_grad=entered != "eagerly") for w in (W13, W2))
+    arguments = {"x": X, "weights": expertile.prepare(w13, w2), **CALLS[message]}
+    moe = expertile.moe
+    if entered == "compiled":
+        torch._dynamo.reset()
+        moe = torch.compile(moe, backend="eager")
     with pytest.raises(ExpertileError, match=message):
-        expertile.moe(arguments.pop("x"), expertile.prepare(W13, W2), **arguments)
+        moe(**arguments)
+
+
+def test_a_wrong_call_that_must_compile_whole_still_names_the_value():
+    weights = expertile.prepare(W13, W2)
+    torch._dynamo.reset()
+    moe = torch.compile(expertile.moe, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"logits are \(3, 5\), x and the experts need \(3, 4\)"):
+        moe(X, weights, logits=torch.randn(T, E + 1), router="softmax", top_k=2)
+
+
+PLANS = {
+    "problem is a dict": lambda: expertile.plan(dict(tokens=1)),
+    "hardware=3": lambda: expertile.plan(expertile.prepare(W13, W2).problem(1, 2), 3),
+    "'triton2'": lambda: expertile.plan(expertile.prepare(W13, W2).problem(1, 2), "h200", "triton2"),
+    "what is a str|problem is a str": lambda: expertile.explain("plan"),
+    "logits is a list": lambda: expertile.route([[0.0]], "softmax", 1),
+    "max_tokens=2.5": lambda: expertile.warm(expertile.prepare(W13, W2), 2, 2.5),
+    "expert_map is a list": lambda: expertile.warm(expertile.prepare(W13, W2), 2, 8, expert_map=[0]),
+}
+
+
+@pytest.mark.parametrize("message", PLANS)
+def test_what_is_no_call_of_moe_names_the_value_too(message):
+    with pytest.raises(ExpertileError, match=message):
+        PLANS[message]()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_column_of_a_table_of_expert_maps_is_read_as_what_it_is(stream):
+    layer = make_layer(Case(mapped=True))
+    plan = make_stream_plan(layer) if stream else make_plan(layer, SWAP)
+    column = torch.stack([layer.expert_map, torch.zeros_like(layer.expert_map)], 1)[:, 0]
+    assert not column.is_contiguous()
+    want, got = (
+        expertile.moe(layer.x, layer.weights, layer.ids, layer.probs, expert_map=each, plan=plan)
+        for each in (layer.expert_map, column)
+    )
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("message", PREPARATIONS)
@@ -179,6 +254,94 @@ def test_case_22_one_operator_under_compile_and_no_gradient_passed_in_silence():
         compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")(x, LOGITS)
         torch.testing.assert_close(compiled, Layer()(x, LOGITS))
     assert torch.equal(x, kept)
-    y = expertile.moe(x.requires_grad_(), weights, IDS, PROBS)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+
+
+#: Who wants a gradient, each alone.
+WANTING = ["x", "probs", "logits", "bias", "w13", "w2", "w13_bias", "w2_bias", "w13_scale", "w2_scale"]
+
+
+def _layer(wanting: str):
+    """(x, weights, arguments) of a call in which that one requires a gradient."""
+    stored = wanting.endswith("_scale")
+    tensors = dict(w13=W13.float(), w2=W2.float())
+    if stored:
+        tensors = dict(w13=W13.to(FP8), w2=W2.to(FP8), w13_scale=torch.ones(E), w2_scale=torch.ones(E))
+    tensors |= dict(w13_bias=torch.randn(E, 2 * INTER), w2_bias=torch.randn(E, H))
+    call = dict(x=X.float(), probs=PROBS.clone())
+    if wanting in ("logits", "bias"):
+        call = dict(x=X.float(), logits=LOGITS.clone(), bias=torch.zeros(E))
+    for each in (tensors, call):
+        if wanting in each:
+            each[wanting].requires_grad_()
+    weights = expertile.prepare(**tensors, dtype=torch.float32)
+    more = dict(router="sigmoid", top_k=2) if "logits" in call else dict(ids=IDS)
+    return call.pop("x"), weights, call | more
+
+
+@pytest.mark.parametrize("wanting", WANTING)
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_where_a_gradient_is_wanted_forward_runs_and_backward_says_that_there_is_none(wanting, compiler):
+    x, weights, arguments = _layer(wanting)
+    with torch.no_grad():
+        want = expertile.moe(x, weights, **arguments)
+    torch._dynamo.reset()
+    moe = torch.compile(expertile.moe, backend=compiler, fullgraph=True) if compiler else expertile.moe
+    y = moe(x, weights, **arguments)
+    assert y.requires_grad
+    torch.testing.assert_close(y, want)
+    with pytest.raises(UnsupportedProblem, match=r"no backward pass: call it under torch.no_grad\(\)"):
+        (2 * y).sum().backward()
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_a_model_with_parameters_runs_forward_for_any_number_of_tokens(compiler):
+    """Nothing of backward may be run by forward, which AOTAutograd compiles together with it."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w13, self.w2 = torch.nn.Parameter(W13.float()), torch.nn.Parameter(W2.float())
+            self.gate, self.bias = torch.nn.Linear(H, E), torch.nn.Parameter(torch.zeros(E))
+            self.weights = expertile.prepare(self.w13, self.w2)
+
+        def forward(self, x, scaling_factor=1.0):
+            options = dict(router="sigmoid", top_k=2, bias=self.bias, scaling_factor=scaling_factor, backend="torch")
+            return x + expertile.moe(x, self.weights, logits=self.gate(x), **options)
+
+    layer = Layer()
+    torch._dynamo.reset()
+    run = torch.compile(layer, backend=compiler, fullgraph=True) if compiler else layer
+    for tokens in (3, 5, 7):
+        for factor in (1.0, 1.5, 2.5):
+            x = torch.randn(tokens, H)
+            y = run(x, factor)
+            with torch.no_grad():
+                torch.testing.assert_close(y, layer(x, factor))
+    with pytest.raises(UnsupportedProblem, match="no backward pass"):
         y.sum().backward()
+
+
+def test_out_may_be_part_of_a_buffer_where_a_gradient_is_wanted():
+    x, weights, arguments = _layer("w13")
+    buffer = torch.full((T + 2, H), 7.0)
+    y = expertile.moe(x, weights, **arguments, out=buffer[:T])
+    assert torch.equal(buffer[:T], y) and (buffer[T:] == 7).all()
+    with pytest.raises(UnsupportedProblem, match="no backward pass"):
+        buffer.sum().backward()
+    with pytest.raises(ExpertileError, match="out requires a gradient"):
+        expertile.moe(x, weights, **arguments, out=torch.empty(T, H).requires_grad_())
+
+
+def test_a_plan_and_a_workspace_are_used_where_a_gradient_is_wanted():
+    x, weights, arguments = _layer("x")
+    plan = expertile.plan(weights.problem(T, 2), "cpu", "reference")
+    y = expertile.moe(x, weights, **arguments, plan=plan)
+    assert torch.equal(y, expertile.moe(x.detach(), weights, **arguments, backend="reference"))
+
+
+def test_route_has_no_gradient_either():
+    logits = LOGITS.clone().requires_grad_()
+    ids, probs = expertile.route(logits, "softmax", 2)
+    assert not ids.requires_grad
+    with pytest.raises(UnsupportedProblem, match="no backward pass"):
+        probs.sum().backward()

@@ -28,6 +28,15 @@ def detect(device: torch.device | str | int | None = None) -> Hardware:
     return from_properties(torch.cuda.get_device_properties(device))
 
 
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, where tensors may lie on a CPU."""
+    try:
+        from triton import knobs
+    except ImportError:  # torch without Triton
+        return False
+    return bool(knobs.runtime.interpret)
+
+
 def from_properties(properties) -> Hardware:
     """The Hardware of what the driver says about a CUDA device (`torch.cuda.get_device_properties`).
 
