@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import expertile
-from expertile import ExpertileError, UnsupportedProblem
+from expertile import ExpertileError, UnsupportedProblem, policy
+from expertile.plans import Backend, Plan, Stream
 from expertile.weights import check_weights
 
 from .kernel_inputs import SWAP, Case, make_layer, make_plan, make_stream_plan
@@ -79,6 +80,45 @@ CALLS = {
     "plan is a str": dict(ids=IDS, probs=PROBS, plan="torch"),
     "runs on a GPU, x is on cpu.*without hardware=h200": dict(ids=IDS, probs=PROBS, hardware=expertile.H200),
 }  # fmt: skip
+
+TILE = dict(gemm1=SWAP, gemm2=SWAP, stream=Stream.NO, fuse_quant=False)
+BROUGHT = {
+    "fuse_quant: a scale of h in fp8_channel spans": dict(TILE, quant="fp8_channel", fuse_quant=True),
+    "fuse_quant: a scale of h in fp8_tensor spans": dict(TILE, quant="fp8_tensor", fuse_quant=True),
+    "fuse_quant: a scale of h in fp8_block .*block_n=64": dict(TILE, quant="fp8_block", fuse_quant=True),
+    "fuse_quant: a scale of h in bf16": dict(TILE, fuse_quant=True),
+    "block_k=8: a power of two": dict(TILE, gemm1=replace(SWAP, block_k=8)),
+    "block_m=16 and 32: one list of row tiles": dict(TILE, gemm2=replace(SWAP, block_m=32)),
+    "bytes of shared memory, h200 has": dict(TILE, gemm1=replace(SWAP, block_n=256, block_k=256, stages=9)),
+    "warps=3: use one of": dict(TILE, gemm2=replace(SWAP, warps=3)),
+    "gemm1=None, gemm2=None: both products need a tile": dict(TILE, gemm1=None, gemm2=None),
+    "ring: warps=4": dict(TILE, stream=Stream.RING),
+    "needs compute capability 9.0": dict(TILE, hardware=expertile.Hardware(
+        "old", (8, 0), 108, 232448, 40 << 20, 1e12, 1e14, 1e14, 2.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BROUGHT)
+def test_a_plan_that_is_brought_must_be_one_that_can_run(message):
+    fields = dict(BROUGHT[message])
+    hardware = fields.pop("hardware", None)
+    weights = expertile.prepare(W13, W2, quant=fields.pop("quant", None))
+    plan = Plan(weights.problem(T, 2), "h200", Backend.TRITON, **fields)
+    for _ in range(2):
+        with pytest.raises(UnsupportedProblem, match=message):
+            expertile.moe(X.clone(), weights, IDS, PROBS, plan=plan, hardware=hardware)
+
+
+def test_a_plan_that_is_brought_is_looked_at_once(monkeypatch):
+    layer, looked = make_layer(Case()), []
+    plan = make_plan(layer, SWAP)
+    monkeypatch.setattr(policy, "unable", lambda *about: looked.append(about) or [])
+    for _ in range(3):
+        expertile.moe(layer.x, layer.weights, layer.ids, layer.probs, plan=plan)
+    assert len(looked) == 1
+    expertile.moe(layer.x, layer.weights, layer.ids, layer.probs, plan=replace(plan))
+    assert len(looked) == 2
+
 
 PREPARATIONS = {
     "do not fit": dict(w2=W2[:, :, :8]),

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ..errors import UnsupportedProblem
 from ..hardware import DEVICES, Hardware
 from ..plans import Backend, Candidate, Layout, Plan, Stream
-from ..problem import Problem
+from ..problem import BLOCK, Problem
 from . import table
 from .histogram import experts_hit
 from .libraries import LIBRARIES, layout_bytes
@@ -235,12 +235,19 @@ def unable(plan: Plan, hardware: Hardware) -> list[str]:
     """Why the plan's kernels cannot run with these tiles, TRITON only."""
     if plan.backend is not Backend.TRITON:
         return []
+    if plan.gemm1 is None or plan.gemm2 is None:
+        return [f"gemm1={plan.gemm1}, gemm2={plan.gemm2}: both products need a tile"]
     if plan.stream is Stream.RING:
         return ring_reasons(plan.gemm1, plan.problem, hardware)
     tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
     found = [reason for tile in dict.fromkeys(tiles) for reason in tile_reasons(tile, plan.problem, hardware)]
     if plan.stream is Stream.NO and plan.gemm1.block_m != plan.gemm2.block_m:
         found.append(f"block_m={plan.gemm1.block_m} and {plan.gemm2.block_m}: one list of row tiles serves both")
+    if plan.stream is Stream.NO and plan.fuse_quant and not fused_quant(plan.problem, plan.gemm1):
+        found.append(
+            f"fuse_quant: a scale of h in {plan.problem.label} spans tiles of GEMM1 (block_n={plan.gemm1.block_n}); it "
+            f"needs static scales, or blocks of {BLOCK} columns within a tile"
+        )
     if plan.stream is Stream.NO:
         return found
     streamed = (plan.gemm2,) if plan.stream is Stream.DOWN else (plan.gemm1, plan.gemm2)
