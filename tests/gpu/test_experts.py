@@ -274,6 +274,20 @@ def test_case_24_a_row_is_the_same_alone_and_in_a_batch_under_one_tile(quant):
     assert torch.equal(expertile.moe(x[5:6], weights, ids[5:6], probs[5:6], plan=alone), together[5:6])
 
 
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_weights_that_began_amid_other_memory_and_a_column_of_expert_maps(tokens):
+    """TMA reads neither, kernels read a map as contiguous: the one is laid out anew once, the other on each call."""
+    weights, (x, ids, probs) = layer("none"), inputs(tokens)
+    memory = torch.empty(weights.w13.numel() + 1, device="cuda", dtype=torch.bfloat16)
+    askew = memory[1:].view(weights.w13.shape).copy_(weights.w13)
+    assert askew.data_ptr() % 16
+    maps = torch.arange(EXPERTS, device="cuda", dtype=torch.int32)[:, None].repeat(1, 2)
+    maps[:, 1] = -1
+    want = expertile.moe(x, weights, ids, probs, expert_map=maps[:, 0].clone())
+    found = expertile.prepare(askew, weights.w2)
+    assert torch.equal(expertile.moe(x, found, ids, probs, expert_map=maps[:, 0]), want)
+
+
 def test_case_22_compiled_as_one_graph():
     weights, (x, _, _) = layer("fp8_block"), inputs(5)
     logits = torch.randn(5, EXPERTS, device="cuda")
