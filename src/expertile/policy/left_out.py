@@ -78,12 +78,13 @@ def summary(found: Iterable[Found]) -> dict[str, dict]:
 def judged(found: Iterable[Mapping], settings: Settings = DEFAULT) -> list[tuple[Mapping, str, float | None]]:
     """(row, today's choice, its time over the fastest less 1) of each row of `bench policy` with all times.
 
-    Only plans count that are candidates today; None where the choice was not measured.
+    Of a cell that was measured more than once the last row counts. Only plans count that are candidates today; None
+    where the choice was not measured.
     """
+    rows = (r for r in found if r["bench"] == "policy" and r["impl"] == "expertile" and "times_us" in r)
+    last = {tuple(row[name] for name in ("gpu", "problem", "quant", "routing", "tokens")): row for row in rows}
     made = []
-    for row in found:
-        if row["bench"] != "policy" or row["impl"] != "expertile" or "times_us" not in row:
-            continue
+    for row in last.values():
         hardware, routed = DEVICES[row["gpu"]], replace(settings, routing=row["routing"])
         static = row["quant"] == "fp8_tensor"
         problem = named_problem(row["problem"], row["tokens"], row["quant"], static_scale=static)

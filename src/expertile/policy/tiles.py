@@ -25,18 +25,19 @@ def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
 
 
 def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
-    """(up, down): pieces of 16 weight rows a block; of w2 as many columns as a block's registers hold.
+    """(up, down): pieces of 16 weight rows by 512 values a block; of w2 as many columns as a block's registers hold.
 
-    From 8-bit w2 that is 64 KiB, from 16-bit w2 32: there more columns were slower on an H200 (2026-12-03).
+    Short pieces by few warps measured best wherever both were tried on layers without a table. From 8-bit w2 registers
+    hold 64 KiB, from 16-bit w2 32: there more columns were slower (all on an H200, 2026-12-03 and 04).
     """
     item = _item(problem)
     row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
     columns = max(1, min(16, 65536 // item // row))
-    return _up(_longest(problem), 8), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+    return _up(512, 4), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
 
 
 def more_stream_tiles(problem: Problem) -> list[tuple[GemmConfig, GemmConfig]]:
-    """stream_tiles and what else won somewhere: fewer warps or shorter pieces of a row, half the columns."""
+    """stream_tiles and what else won somewhere: longer pieces of a row, twice the rows, half the columns."""
     _, down = stream_tiles(problem)
     long = _longest(problem)
     ups = dict.fromkeys((_up(long, 8), _up(long, 4), _up(512, 4), replace(_up(512, 8), block_n=32)))
