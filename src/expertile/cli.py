@@ -28,8 +28,16 @@ app = typer.Typer(
 
 @app.command()
 def explain(
-    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]")] = "qwen3-30b-a3b",
-    quant: Annotated[str, typer.Option(help="bf16 fp16 fp32 fp8_tensor fp8_channel fp8_block")] = "bf16",
+    problem: Annotated[
+        str | None,
+        typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]", show_default="qwen3-30b-a3b"),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="instead: a model's config.json, or its folder")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="with --model: ranks that a layer's inter is cut into")] = 1,
+    quant: Annotated[
+        str | None,
+        typer.Option(help="bf16 fp16 fp32 fp8_tensor fp8_channel fp8_block", show_default="the model's, or bf16"),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="one number, or several: 1,16,256")] = "1,16,256,4096",
     device: Annotated[str, typer.Option(help="h200 h100 cpu, or auto for this machine")] = "h200",
     backend: Annotated[str | None, typer.Option(help="force one: triton torch reference vllm-triton ...")] = None,
@@ -49,7 +57,7 @@ def explain(
         str, typer.Option(envvar="EXPERTILE_POLICY", help="a backend, `others`, or a file of problems (.json)")
     ] = "",
 ):
-    """How a layer would be computed on a device, and why not otherwise. Needs no GPU."""
+    """How a layer, or a model's experts, would be computed on a device, and why not otherwise. Needs no GPU."""
     import json as json_module
 
     from .policy import decide
@@ -59,6 +67,7 @@ def explain(
 
     hardware, forced = _hardware(device), _backend(backend)
     settings = _settings(policy, libraries, routing, layout)
+    problem, quant = _layer(problem, model, tensor_parallel, quant)
     fields = {"static_scale": True} if static_scale else {}
     problems = [named_problem(problem, count, quant, **fields) for count in _numbers(tokens)]
     plans = [decide(each, hardware, forced, settings) for each in problems]
@@ -160,6 +169,20 @@ def version():
         print(f"{name:<9} {_version(name)}")
     found = _hardware("auto").name if _version("torch") != "not installed" else "unknown without torch"
     print(f"device    {found}")
+
+
+def _layer(problem: str | None, model: Path | None, tensor_parallel: int, quant: str | None) -> tuple[str, str]:
+    """(what named_problem takes, the format) of a layer that is named or a model's."""
+    if model is not None and problem is not None:
+        raise ShapeError("give one of --problem and --model")
+    if model is not None:
+        from .policy.model_config import read
+
+        layer = read(model, tensor_parallel, quant)
+        return layer.problem, layer.quant
+    if tensor_parallel != 1:
+        raise ShapeError(f"tensor_parallel={tensor_parallel} goes with --model; --problem has the sizes of a rank")
+    return ("qwen3-30b-a3b" if problem is None else problem), ("bf16" if quant is None else quant)
 
 
 def _hardware(name: str):

@@ -27,6 +27,22 @@ def test_explain_takes_sizes_and_gives_json():
     assert (plan["problem"]["hidden"], plan["device"]) == (64, "h100")
 
 
+def test_explain_takes_a_models_config(tmp_path):
+    config = dict(
+        hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=6, swiglu_limit=10.0,
+        quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        done = expertile("explain", "--model", str(path), "--tensor-parallel", "4", "--tokens", "16")
+        assert done.stdout.startswith("T=16 H=4096 I=512 E=256 top-k=6 fp8_block swiglu_clamp on h200"), done.stderr
+    done = expertile("explain", "--model", str(tmp_path), "--quant", "bf16", "--tokens", "16")
+    assert done.stdout.startswith("T=16 H=4096 I=2048 E=256 top-k=6 bf16 swiglu_clamp on h200")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "expert_dtype": "fp4"}))
+    done = expertile("explain", "--model", str(tmp_path))
+    assert done.returncode == 2 and "expert_dtype='fp4'" in done.stderr and "--quant" in done.stderr
+
+
 def test_a_forced_backend_is_the_one_explained():
     assert "-> reference" in expertile("explain", "--tokens", "4", "--backend", "reference").stdout
 
@@ -106,6 +122,12 @@ def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
         (("explain", "--routing", "trace:"), "trace:"),
         (("explain", "--quant", "fp7"), "fp7"),
         (("explain", "--problem", "nope"), "nope"),
+        (("explain", "--problem", ""), "problem=''"),
+        (("explain", "--quant", ""), "quant=''"),
+        (("explain", "--model", "nowhere"), "nowhere is not there: give a model's config.json"),
+        (("explain", "--model", "nowhere", "--problem", "64,32,8,2"), "one of --problem and --model"),
+        (("explain", "--model", "nowhere", "--tensor-parallel", "0"), "tensor_parallel=0"),
+        (("explain", "--tensor-parallel", "2"), "goes with --model"),
         (("explain", "--device", "b200"), "b200"),
         (("explain", "--backend", "cuda"), "cuda"),
         (("explain", "--backend", "triton", "--device", "cpu"), "Hopper"),

@@ -68,6 +68,11 @@ def read(path: Path, tensor_parallel: int = 1, quant: str | None = None) -> Laye
     if tensor_parallel < 1:
         raise ShapeError(f"tensor_parallel={tensor_parallel}: give at least 1")
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ShapeError(
+            f"model config {path} is not there: give a model's config.json, or its folder; names on a hub are not "
+            "looked up"
+        )
     config = json_file.read(path, "model config")
     text = _text(config, path)
     if text.get("block_configs"):
