@@ -26,7 +26,25 @@ app = typer.Typer(
 )
 
 
-@app.command()
+def _say_version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(f"expertile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="expertile's alone; others': `version`"),
+    ] = False,
+):
+    """What stands before a command."""
+
+
+@app.command(short_help="How a layer would be computed, and why not otherwise; no GPU.")
 def explain(
     problem: Annotated[
         str | None,
@@ -78,7 +96,7 @@ def explain(
         print("\n\n".join(in_full(plan, hardware, settings) if full else in_words(plan) for plan in plans))
 
 
-@app.command()
+@app.command(short_help="A real model through our experts, on this machine.")
 def demo(
     model: Annotated[Path | None, typer.Option(help="folder of tiny-moe; default: models/tiny-moe")] = None,
     eval_tokens: Annotated[int, typer.Option(help="tokens of eval.txt that the losses are taken over")] = 16384,
@@ -89,7 +107,11 @@ def demo(
     run(model, eval_tokens)
 
 
-@app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+@app.command(
+    add_help_option=False,
+    short_help="An OpenAI-compatible endpoint from a model's folder.",
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+)
 def serve(context: typer.Context):
     """An OpenAI-compatible endpoint from the folder of a model: `expertile serve --help`."""
     from .cli_serve import main as serve_main  # SageMaker's environment adds arguments of its own
@@ -97,7 +119,11 @@ def serve(context: typer.Context):
     serve_main(context.args)
 
 
-@app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+@app.command(
+    add_help_option=False,
+    short_help="Measure ours and other libraries, load an endpoint.",
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+)
 def bench(context: typer.Context):
     """Measure ours and the peers on this machine: `expertile bench --help`."""
     from .cli_bench import app as bench_app  # its options are known only to its own room, which needs torch
@@ -105,7 +131,7 @@ def bench(context: typer.Context):
     bench_app(args=context.args, prog_name="expertile bench")
 
 
-@app.command()
+@app.command(short_help="Measure plans for a layer on this GPU: a table for the policy.")
 def tune(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="table to add to (JSON); with --export the folder for the engine's file")],
@@ -154,21 +180,23 @@ def tune(
     raise typer.Exit(command.supervised([sys.executable, "-m", "expertile.cli", *sys.argv[1:], "--worker"], out))
 
 
-app.command(context_settings=cli_watch.SETTINGS)(cli_watch.watch)
-app.command()(audit)
-app.add_typer(cli_cache.app, name="cache")
-app.add_typer(cli_sagemaker.app, name="sagemaker")
+app.command(
+    context_settings=cli_watch.SETTINGS, short_help="Run a program; what compiled after it was ready, and why."
+)(cli_watch.watch)
+app.command(short_help="Kernels that would compile again as sizes vary, in sources.")(audit)
+app.add_typer(cli_cache.app, name="cache", short_help="Compiled kernels as one file: pack, unpack, verify.")
+app.add_typer(cli_sagemaker.app, name="sagemaker", short_help="A model's folder to an endpoint on SageMaker AI.")
 
 
 @app.command()
 def version():
     """The versions that matter, and the device found."""
-    print(f"expertile {_version('expertile')}")
-    print(f"python    {sys.version.split()[0]}")
+    print(f"expertile    {_version('expertile')}")
+    print(f"python       {sys.version.split()[0]}")
     for name in ("torch", "triton", "transformers", "vllm"):
-        print(f"{name:<9} {_version(name)}")
+        print(f"{name:<12} {_version(name)}")
     found = _hardware("auto").name if _version("torch") != "not installed" else "unknown without torch"
-    print(f"device    {found}")
+    print(f"device       {found}")
 
 
 def _layer(problem: str | None, model: Path | None, tensor_parallel: int, quant: str | None) -> tuple[str, str]:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from expertile import __version__
+
 
 def expertile(*arguments: str):
     return subprocess.run([sys.executable, "-m", "expertile.cli", *arguments], capture_output=True, text=True)
@@ -132,6 +134,10 @@ def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
         (("explain", "--backend", "cuda"), "cuda"),
         (("explain", "--backend", "triton", "--device", "cpu"), "Hopper"),
         (("demo", "--model", "nowhere"), "nowhere"),
+        (("bench", "report", "nowhere"), "nowhere cannot be read: No such file"),
+        (("tune", "--out", "t", "--problem", "64,32,8,2", "--quant", "fp32"), "quant='fp32' has no kernels"),
+        (("tune", "--out", "t", "--problem", "64,32,8,2", "--quant", "bf16", "--export", "tgi"), "export='tgi'"),
+        (("bench", "layer", "--device", "cpu", "--router", "nope"), "router='nope'"),
         (("explain", "--routing", "random"), "random"),
         (("explain", "--libraries", "vllm"), "vllm"),
         (("explain", "--libraries", ","), "libraries="),
@@ -155,6 +161,17 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     assert line.startswith("expertile: ") and word in line
 
 
+@pytest.mark.parametrize("text", ["{}", "{"])
+def test_a_model_that_is_none_is_one_line_for_the_demo(tmp_path, text):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    done = expertile("demo", "--model", str(tmp_path))
+    assert done.returncode == 2 and "expertile: no eval.txt in" in done.stderr
+    (tmp_path / "eval.txt").write_text("x")
+    done = expertile("demo", "--model", str(tmp_path))
+    assert done.returncode == 2 and "cannot be loaded: " in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_full_disk_is_one_line_and_exit_code_2():
     with open("/dev/full", "w") as full:
@@ -174,6 +191,23 @@ def test_help_names_every_command():
         f"\n  {command} " in text
         for command in ("explain", "demo", "bench", "tune", "watch", "audit", "cache", "version")
     )
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), ("cache",), ("sagemaker",)], ids=str)
+def test_no_commands_line_in_help_is_cut(words):
+    if words == ("bench",):
+        pytest.importorskip("torch")
+    environment = os.environ | {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    command = [sys.executable, "-m", "expertile.cli", *words, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    listed = done.stdout.partition("Commands:")[2]
+    assert listed.strip() and "..." not in listed
+
+
+def test_the_version_alone():
+    done = expertile("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"expertile {__version__}\n"
 
 
 def test_version_names_what_a_report_needs():

@@ -102,7 +102,8 @@ def _size(config: Mapping[str, Any], name: str, path: Path) -> int:
             if not is_count(found, 1):
                 raise ShapeError(f"{path}: {key}={shown(found)} is no integer of at least 1: {GIVE_PROBLEM}")
             return found
-    raise ShapeError(f"{path} has none of {', '.join(NAMES[name])}: {GIVE_PROBLEM}")
+    usual = [key for key in NAMES[name] if key != "moe_latent_size"]
+    raise ShapeError(f"{path} has none of {', '.join(usual)}: {GIVE_PROBLEM}")
 
 
 def _activation(config: Mapping[str, Any], path: Path) -> list[str]:

@@ -43,6 +43,8 @@ def task(
         problem, quant = layer.problem, layer.quant
     if quant is None:
         raise ShapeError("--problem goes with --quant: bf16 fp16 fp8_tensor fp8_channel fp8_block")
+    if quant == "fp32":
+        raise ShapeError("quant='fp32' has no kernels that could be measured: give --quant bf16 or fp16")
     routings = tuple(dict.fromkeys(part.strip() for part in routing.split(",")))
     for name in routings:
         check_routing(name)
@@ -109,6 +111,7 @@ def export(engine: str, task: Task, setting: Setting, folder: Path) -> int:
     """Searches vLLM's kernel and writes the engine's file below `folder`; the exit code of the command."""
     from . import export as search_vllm
 
+    engine_files.variable(engine)  # what is no engine is said before a GPU is asked for
     device_name = _device_name(setting)
     problem = task.problem_at(max(task.tokens))
     triton = dict(installed()).get("triton", "none")
