@@ -26,10 +26,36 @@ app = typer.Typer(
 )
 
 
-@app.command()
+def _say_version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(f"expertile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="expertile's alone; others': `version`"),
+    ] = False,
+):
+    """What stands before a command."""
+
+
+@app.command(short_help="How a layer would be computed, and why not otherwise; no GPU.")
 def explain(
-    problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]")] = "qwen3-30b-a3b",
-    quant: Annotated[str, typer.Option(help="bf16 fp16 fp32 fp8_tensor fp8_channel fp8_block")] = "bf16",
+    problem: Annotated[
+        str | None,
+        typer.Option(help="a known layer, or H,I,E,k[,activation][,bias]", show_default="qwen3-30b-a3b"),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="instead: a model's config.json, or its folder")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="with --model: ranks that a layer's inter is cut into")] = 1,
+    quant: Annotated[
+        str | None,
+        typer.Option(help="bf16 fp16 fp32 fp8_tensor fp8_channel fp8_block", show_default="the model's, or bf16"),
+    ] = None,
     tokens: Annotated[str, typer.Option(help="one number, or several: 1,16,256")] = "1,16,256,4096",
     device: Annotated[str, typer.Option(help="h200 h100 cpu, or auto for this machine")] = "h200",
     backend: Annotated[str | None, typer.Option(help="force one: triton torch reference vllm-triton ...")] = None,
@@ -49,7 +75,7 @@ def explain(
         str, typer.Option(envvar="EXPERTILE_POLICY", help="a backend, `others`, or a file of problems (.json)")
     ] = "",
 ):
-    """How a layer would be computed on a device, and why not otherwise. Needs no GPU."""
+    """How a layer, or a model's experts, would be computed on a device, and why not otherwise. Needs no GPU."""
     import json as json_module
 
     from .policy import decide
@@ -59,6 +85,7 @@ def explain(
 
     hardware, forced = _hardware(device), _backend(backend)
     settings = _settings(policy, libraries, routing, layout)
+    problem, quant = _layer(problem, model, tensor_parallel, quant)
     fields = {"static_scale": True} if static_scale else {}
     problems = [named_problem(problem, count, quant, **fields) for count in _numbers(tokens)]
     plans = [decide(each, hardware, forced, settings) for each in problems]
@@ -69,7 +96,7 @@ def explain(
         print("\n\n".join(in_full(plan, hardware, settings) if full else in_words(plan) for plan in plans))
 
 
-@app.command()
+@app.command(short_help="A real model through our experts, on this machine.")
 def demo(
     model: Annotated[Path | None, typer.Option(help="folder of tiny-moe; default: models/tiny-moe")] = None,
     eval_tokens: Annotated[int, typer.Option(help="tokens of eval.txt that the losses are taken over")] = 16384,
@@ -80,7 +107,11 @@ def demo(
     run(model, eval_tokens)
 
 
-@app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+@app.command(
+    add_help_option=False,
+    short_help="An OpenAI-compatible endpoint from a model's folder.",
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+)
 def serve(context: typer.Context):
     """An OpenAI-compatible endpoint from the folder of a model: `expertile serve --help`."""
     from .cli_serve import main as serve_main  # SageMaker's environment adds arguments of its own
@@ -88,7 +119,11 @@ def serve(context: typer.Context):
     serve_main(context.args)
 
 
-@app.command(add_help_option=False, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
+@app.command(
+    add_help_option=False,
+    short_help="Measure ours and other libraries, load an endpoint.",
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+)
 def bench(context: typer.Context):
     """Measure ours and the peers on this machine: `expertile bench --help`."""
     from .cli_bench import app as bench_app  # its options are known only to its own room, which needs torch
@@ -96,7 +131,7 @@ def bench(context: typer.Context):
     bench_app(args=context.args, prog_name="expertile bench")
 
 
-@app.command()
+@app.command(short_help="Measure plans for a layer on this GPU: a table for the policy.")
 def tune(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="table to add to (JSON); with --export the folder for the engine's file")],
@@ -145,21 +180,37 @@ def tune(
     raise typer.Exit(command.supervised([sys.executable, "-m", "expertile.cli", *sys.argv[1:], "--worker"], out))
 
 
-app.command(context_settings=cli_watch.SETTINGS)(cli_watch.watch)
-app.command()(audit)
-app.add_typer(cli_cache.app, name="cache")
-app.add_typer(cli_sagemaker.app, name="sagemaker")
+app.command(
+    context_settings=cli_watch.SETTINGS, short_help="Run a program; what compiled after it was ready, and why."
+)(cli_watch.watch)
+app.command(short_help="Kernels that would compile again as sizes vary, in sources.")(audit)
+app.add_typer(cli_cache.app, name="cache", short_help="Compiled kernels as one file: pack, unpack, verify.")
+app.add_typer(cli_sagemaker.app, name="sagemaker", short_help="A model's folder to an endpoint on SageMaker AI.")
 
 
 @app.command()
 def version():
     """The versions that matter, and the device found."""
-    print(f"expertile {_version('expertile')}")
-    print(f"python    {sys.version.split()[0]}")
+    print(f"expertile    {_version('expertile')}")
+    print(f"python       {sys.version.split()[0]}")
     for name in ("torch", "triton", "transformers", "vllm"):
-        print(f"{name:<9} {_version(name)}")
+        print(f"{name:<12} {_version(name)}")
     found = _hardware("auto").name if _version("torch") != "not installed" else "unknown without torch"
-    print(f"device    {found}")
+    print(f"device       {found}")
+
+
+def _layer(problem: str | None, model: Path | None, tensor_parallel: int, quant: str | None) -> tuple[str, str]:
+    """(what named_problem takes, the format) of a layer that is named or a model's."""
+    if model is not None and problem is not None:
+        raise ShapeError("give one of --problem and --model")
+    if model is not None:
+        from .policy.model_config import read
+
+        layer = read(model, tensor_parallel, quant)
+        return layer.problem, layer.quant
+    if tensor_parallel != 1:
+        raise ShapeError(f"tensor_parallel={tensor_parallel} goes with --model; --problem has the sizes of a rank")
+    return ("qwen3-30b-a3b" if problem is None else problem), ("bf16" if quant is None else quant)
 
 
 def _hardware(name: str):

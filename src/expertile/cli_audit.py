@@ -13,7 +13,7 @@ LEVELS = ("any", "warning", "error")
 
 
 def audit(
-    paths: Annotated[list[str], typer.Argument(help="files and folders of Python sources", metavar="PATH...")],
+    paths: Annotated[list[str], typer.Argument(help="files and folders of Python sources", metavar="PATH")],
     json: Annotated[
         bool, typer.Option("--json", help="everything as one JSON object, suppressed findings too")
     ] = False,

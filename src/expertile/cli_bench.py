@@ -67,6 +67,8 @@ def measure(
     request = Request(
         bench, _problems(problem), _quants(quant), parse_tokens(tokens), _routings(routing), sets, replays, seed
     )
+    if router is not None:
+        layer.router_of("", router)  # before what is absent is told
     setting = setting_of(device, commit)
     chosen = _implementations(impl, plan_override or [], flashinfer_module, setting.hardware)
     path = check_file(out or rows.default_path(setting.shared, bench))
@@ -77,11 +79,15 @@ def measure(
         raise typer.Exit(1)
 
 
-app.command("experts", help="A layer's experts: top-k ids and weights given; quantisation of x included.")(measure)
+app.command(
+    "experts",
+    help="A layer's experts: top-k ids and weights given; quantisation of x included.",
+    short_help="A layer's experts: top-k ids and weights given.",
+)(measure)
 app.command("layer", help="A whole layer: router logits in, output out.")(measure)
 
 
-@app.command()
+@app.command(short_help="What the policy's choice loses against the fastest plan.")
 def policy(
     context: typer.Context,
     problem: Annotated[
@@ -146,12 +152,12 @@ def policy(
         raise typer.Exit(1)
 
 
-app.command("vllm")(serve_commands.vllm)
-app.command("vllm-same")(serve_commands.vllm_same)
-app.command("serve")(load_command.serve)
+app.command("vllm", short_help="vLLM with random weights, stock and ours in turn.")(serve_commands.vllm)
+app.command("vllm-same", short_help="Tokens and loss in vLLM: ours against stock.")(serve_commands.vllm_same)
+app.command("serve", short_help="Load any OpenAI-compatible endpoint.")(load_command.serve)
 
 
-@app.command()
+@app.command(short_help="DeepSeek-V4's inverse RoPE with fp8: ours, vLLM's, a copy.")
 def rope(
     shape: Annotated[
         list[str] | None,
@@ -206,7 +212,7 @@ def rope(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="What first calls cost when nothing is compiled.")
 def cold(
     problem: Annotated[str, typer.Option(help="a known layer, or H,I,E,k")] = DEFAULT_PROBLEM,
     quant: Annotated[str, typer.Option(help=f"some of {','.join(QUANTS)}")] = "bf16,fp8_block",
@@ -247,7 +253,7 @@ def cold(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Rows as tables, with the fastest peer beside ours.")
 def report(
     files: Annotated[list[Path], typer.Argument(help="rows, as the other commands write them")],
     plot: Annotated[Path | None, typer.Option(help="also time over tokens as a PNG; needs the extra `bench`")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,7 @@ def pack(
     _say(file, manifest)
 
 
-@app.command()
+@app.command(short_help="Unpack into Triton's cache, if made for this machine.")
 def unpack(file: FILE, cache_dir: FOLDER = None):
     """Unpack into Triton's cache; refused with the reason when damaged or made for something else."""
     from .guard.cache import unpack as read
@@ -63,7 +64,7 @@ def unpack(file: FILE, cache_dir: FOLDER = None):
     _say(file, read(file, cache_dir))
 
 
-@app.command()
+@app.command(short_help="Check every hash, and whether it would be used here.")
 def verify(file: FILE):
     """Check every hash, and whether launches on this machine would find the kernels."""
     from .guard.cache import reasons_against_here
@@ -129,7 +130,9 @@ def _hardware(name: str):
 def _say(file: Path, manifest) -> None:
     made = manifest.toolchain
     print(f"{file}: {manifest.kernels} kernels, {len(manifest.files)} files, {manifest.bytes / 1e6:.1f} MB unpacked")
-    print(f"for {made.target}, Triton {made.triton}, ptxas {made.ptxas}{', ' + made.device if made.device else ''}")
+    version = re.search(r"V[0-9.]+[0-9]", made.ptxas)  # of all that it says of itself
+    ptxas = version[0] if version else made.ptxas
+    print(f"for {made.target}, Triton {made.triton}, ptxas {ptxas}{', ' + made.device if made.device else ''}")
     if plans := manifest.plans:
         print(
             f"every variant of {plans.problem} {plans.quant} up to {plans.max_tokens} tokens on {plans.device}, "

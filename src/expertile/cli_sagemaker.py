@@ -25,7 +25,7 @@ REGION = Annotated[str | None, typer.Option(help="default: AWS_REGION, or that o
 PROFILE = Annotated[str | None, typer.Option(help="of the AWS configuration")]
 
 
-@app.command()
+@app.command(short_help="An artefact (tar.gz) that brings expertile to the image.")
 def package(
     model: Annotated[Path | None, typer.Argument(help="folder of a model; leave it out with --weights")] = None,
     out: Annotated[Path, typer.Option(help="the artefact")] = Path("model.tar.gz"),
@@ -64,7 +64,7 @@ def package(
         print(f"next: expertile sagemaker deploy {out} --bucket BUCKET --role ARN{where}")
 
 
-@app.command()
+@app.command(short_help="Make model, configuration and endpoint.")
 def deploy(
     artefact: Annotated[
         str, typer.Argument(help="s3://bucket/model.tar.gz or a prefix ending in /; or a local .tar.gz")
@@ -119,7 +119,7 @@ def deploy(
     print(_how_to_use(name, aws.region_name, in_service=wait))
 
 
-@app.command()
+@app.command(short_help="Remove endpoint, configuration and model.")
 def delete(
     name: Annotated[str, typer.Argument(help="of model, configuration and endpoint, as deploy gave it to them")],
     region: REGION = None,

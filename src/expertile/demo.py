@@ -38,6 +38,8 @@ def run(model_dir: Path | None = None, eval_tokens: int = EVAL_TOKENS) -> None:
         raise MissingExtra("the demo runs a model through transformers: pip install 'expertile[transformers]'")
     if eval_tokens < WINDOW:
         raise ShapeError(f"eval_tokens={eval_tokens}: give at least {WINDOW}, one window of text")
+    if not (folder / "eval.txt").is_file():
+        raise ExpertileError(f"no eval.txt in {folder}: give the folder of tiny-moe with --model")
     console = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
     started = time.perf_counter()
     show_language(console, folder, eval_tokens)
@@ -105,6 +107,7 @@ def show_language(console: Console, folder: Path, eval_tokens: int) -> None:
 def load(folder: Path):
     """(model with our experts, tokenizer), on the GPU where there is a Hopper."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -114,8 +117,12 @@ def load(folder: Path):
     disable_progress_bar()
     register()
     device = torch.device("cuda" if detect().is_hopper else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="expertile")
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="expertile")
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ExpertileError(f"the model in {folder} cannot be loaded: {reason}") from None
 
 
 def measure_losses(model, windows, names: tuple[str, ...], advance: Callable[[int], object]) -> dict[str, Loss]:

@@ -25,6 +25,9 @@ def check_file(path: Path, option: str = "out") -> Path:
         finally:
             if not there:
                 _remove(path, missing)
+    except (FileExistsError, NotADirectoryError):
+        blocking = next((str(each) for each in path.parents if each.exists() and not each.is_dir()), "a file")
+        raise ExpertileError(f"{option}={str(path)!r} cannot be written: {blocking} is no folder") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ExpertileError(f"{option}={str(path)!r} cannot be written: {reason}") from None

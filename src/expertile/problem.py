@@ -124,6 +124,31 @@ def is_activation_name(text: str) -> bool:
     return text.removesuffix("/interleaved") in ACTIVATIONS or bool(_OTHER.fullmatch(text))
 
 
+def named_activation(text: str) -> Activation:
+    """The Activation of that name, as Activation.name has it; ShapeError where none has.
+
+    >>> named_activation("silu,limit=7").limit
+    7.0
+    """
+    plain = text.removesuffix("/interleaved")
+    if plain in ACTIVATIONS:
+        return activation(plain, interleaved=plain != text)
+    if not _OTHER.fullmatch(text):
+        known = f"one of {', '.join(ACTIVATIONS)}, and /interleaved or nothing behind it"
+        raise ShapeError(f"{text!r} is not {known}, nor as explain shows others: silu,limit=7")
+    kind, *changes = plain.split(",")
+    gate = kind.removesuffix("/no-gate")
+    fields = {}
+    for key, _, value in (change.partition("=") for change in changes):
+        try:
+            fields[key] = float(value)
+        except ValueError:
+            fields[key] = math.nan
+        if not math.isfinite(fields[key]):
+            raise ShapeError(f"{text!r}: {key}={value} is no finite number")
+    return Activation(Gate(gate), gated=kind == gate, interleaved=plain != text, **fields)
+
+
 def activation(name: str | Activation, **changes) -> Activation:
     """The Activation of that name (a key of ACTIVATIONS), with fields changed: `activation("silu", limit=10.0)`."""
     if isinstance(name, Activation):
@@ -234,8 +259,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def named_problem(name: str, tokens: int, quant: str = "bf16", **fields) -> Problem:
-    """The Problem of a key of LAYERS, or of "H,I,E,k", which an activation and `bias` may follow; quant as a benchmark
-    row has it (bf16, fp16, fp8_...).
+    """The Problem of a key of LAYERS, or of "H,I,E,k", which an activation's name and `bias` may follow; quant as a
+    benchmark row has it (bf16, fp16, fp8_...).
 
     >>> named_problem("64,32,8,2", tokens=4).hidden
     64
@@ -269,13 +294,12 @@ def _sized(name: str) -> dict[str, Any]:
     bias = further[-1:] == ["bias"]
     named = further[:-1] if bias else further
     numbers = [whole_number(part) for part in sizes]
-    if len(numbers) != 4 or None in numbers or len(named) > 1:
+    if len(numbers) != 4 or None in numbers:
         raise ShapeError(f"problem={name!r} is neither H,I,E,k[,activation][,bias] nor one of {', '.join(LAYERS)}")
     found: dict[str, Any] = dict(zip(("hidden", "inter", "experts", "top_k"), numbers, strict=True), bias=bias)
-    for text in named:
-        act = text.removesuffix("/interleaved")
-        if act not in ACTIVATIONS:
-            known = f"one of {', '.join(ACTIVATIONS)}, and /interleaved or nothing behind it"
-            raise ShapeError(f"problem={name!r}: {text!r} is not {known}; known layers: {', '.join(LAYERS)}")
-        found["activation"] = activation(act, interleaved=act != text)
+    if named:
+        try:
+            found["activation"] = named_activation(",".join(named))
+        except ShapeError as error:
+            raise ShapeError(f"problem={name!r}: {error}; known layers: {', '.join(LAYERS)}") from None
     return found

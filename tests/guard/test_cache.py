@@ -306,6 +306,14 @@ def test_an_empty_folder_name_is_not_this_folder_and_a_target_is_no_text(packed,
         pack(tmp_path / "other.cache", target="cuda 90")
 
 
+def test_the_command_makes_the_files_folders_and_says_the_compiler_briefly(packed, tmp_path):
+    words = ["cache", "pack", str(tmp_path / "made" / "as needed" / "k.cache")]
+    done = subprocess.run([sys.executable, "-m", "expertile.cli", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert verify(words[-1]).kernels == 3
+    assert len(done.stdout.splitlines()[1]) < 80, done.stdout
+
+
 def test_only_a_file_is_replaced(packed, tmp_path):
     fifo, link, loop = tmp_path / "fifo", tmp_path / "link", tmp_path / "loop"
     os.mkfifo(fifo)

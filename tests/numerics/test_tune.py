@@ -23,7 +23,7 @@ from expertile.policy.candidates import candidates
 from expertile.policy.rules import stream_reasons, tile_reasons
 from expertile.policy.settings import Settings
 from expertile.problem import LAYERS, named_problem
-from expertile.tune import Machine, Task, command, export, model_config, peers, search, supervise, tables, tune
+from expertile.tune import Machine, Task, command, export, peers, search, supervise, tables, tune
 from expertile.tune.journal import Journal
 
 QUANTS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block")
@@ -314,80 +314,7 @@ def test_one_that_refuses_its_input_is_not_started_again(tmp_path):
     assert worker(tmp_path, "2")[0] == supervise.REFUSED
 
 
-# What is tuned: a model's configuration; peers' times out of rows
-
-
-@pytest.mark.parametrize(
-    ("config", "ranks", "want"),
-    [
-        (dict(hidden_size=2048, moe_intermediate_size=768, intermediate_size=6144, num_experts=128,
-              num_experts_per_tok=8, hidden_act="silu", torch_dtype="bfloat16"), 1, ("2048,768,128,8", "bf16")),
-        (dict(hidden_size=7168, moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=8,
-              quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128])), 8,
-         ("7168,256,256,8", "fp8_block")),
-        (dict(hidden_size=2688, moe_intermediate_size=1856, n_routed_experts=128, num_experts_per_tok=6,
-              mlp_hidden_act="relu2", quantization_config=dict(quant_method="modelopt", quant_algo="FP8")), 1,
-         ("2688,1856,128,6,relu2", "fp8_tensor")),
-        (dict(model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_local_experts=128,
-              num_experts_per_tok=4), 1, ("2880,2880,128,4,swiglu_oai/interleaved,bias", "bf16")),
-        (dict(text_config=dict(hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=1,
-                               dtype="float16")), 2, ("64,16,4,1", "fp16")),
-        (dict(hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=1,
-              quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(group_0=dict(
-                  weights=dict(type="float", num_bits=8, strategy="channel"))))), 1, ("64,32,4,1", "fp8_channel")),
-    ],
-)  # fmt: skip
-def test_a_models_config_gives_layer_and_format(tmp_path, config, ranks, want):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for path in (tmp_path, tmp_path / "config.json"):
-        layer = model_config.read(path, ranks)
-        assert (layer.problem, layer.quant) == want
-    named_problem(layer.problem, 1, layer.quant)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (dict(num_experts=None), "num_local_experts"),
-        (dict(moe_intermediate_size=30), "30"),
-        (dict(hidden_act="tanh"), "'tanh'"),
-        (dict(quantization_config=dict(quant_method="awq")), "awq"),
-        (dict(num_experts="4"), "num_experts='4' is no integer"),
-        (dict(num_experts=True), "num_experts=True"),
-        (dict(moe_intermediate_size=0), "moe_intermediate_size=0"),
-        (dict(moe_intermediate_size=[32, 32]), "moe_intermediate_size="),
-        (dict(hidden_size=64.0), "hidden_size=64.0"),
-        (dict(hidden_act=["silu"]), "activation .'silu'. is not known"),
-        (dict(text_config=[1]), "text_config=.* is not an object"),
-        (dict(quantization_config="fp8"), "quantization_config='fp8' is not an object"),
-        (dict(quantization_config=dict(weight_block_size=128)), "weight_block_size=128"),
-        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=[1])), "config_groups="),
-        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(a=1))), "a=1"),
-        (dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(a={}))), "None None None"),
-        (dict(quantization_config=dict(quant_method="fp8", weight_block_size=[64, 64])), "64"),
-    ],
-    ids=str,
-)
-def test_a_config_that_does_not_say_is_refused_with_what_is_missing(tmp_path, change, said):
-    config = dict(hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=1)
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(ShapeError, match=said):
-        model_config.read(tmp_path, 4)
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", "null", "1", "", "{", "[" * 100_000, '{"a": 1, "a": 2}'], ids=lambda text: text[:9]
-)
-def test_a_config_that_is_no_object_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ShapeError, match=r"config\.json"):
-        model_config.read(tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [0, -1])
-def test_no_rank_at_all_is_refused(tmp_path, ranks):
-    with pytest.raises(ShapeError, match=f"tensor_parallel={ranks}: give at least 1"):
-        model_config.read(tmp_path, ranks)
+# Peers' times out of rows
 
 
 def test_peers_times_are_taken_as_multiples_of_ours_under_the_same_plan():
@@ -449,6 +376,18 @@ def test_from_weights_to_a_table_in_the_interpreter(tmp_path, monkeypatch):
 def test_options_that_are_wrong_are_refused(tmp_path, words, said):
     failed = CliRunner().invoke(cli.app, ["tune", "--out", str(tmp_path / "t.json"), *words])
     assert isinstance(failed.exception, ExpertileError) and re.search(said, str(failed.exception))
+
+
+def test_a_format_that_is_given_comes_before_the_configs(tmp_path):
+    config = dict(hidden_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=1)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+
+    def task(quant):
+        return command.task(None, tmp_path, 2, quant, (1,), "uniform", False, 1, None, None)
+
+    with pytest.raises(ShapeError, match=r"'awq'.*--quant"):
+        task(None)
+    assert (task("fp8_block").problem, task("fp8_block").quant) == ("64,16,4,1", "fp8_block")
 
 
 def unwritable(tmp_path):

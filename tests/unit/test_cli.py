@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from expertile import __version__
+
 
 def expertile(*arguments: str):
     return subprocess.run([sys.executable, "-m", "expertile.cli", *arguments], capture_output=True, text=True)
@@ -25,6 +27,22 @@ def test_explain_takes_sizes_and_gives_json():
     done = expertile("explain", "--problem", "64,32,8,2", "--tokens", "4", "--device", "h100", "--json")
     plan = json.loads(done.stdout)
     assert (plan["problem"]["hidden"], plan["device"]) == (64, "h100")
+
+
+def test_explain_takes_a_models_config(tmp_path):
+    config = dict(
+        hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=6, swiglu_limit=10.0,
+        quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        done = expertile("explain", "--model", str(path), "--tensor-parallel", "4", "--tokens", "16")
+        assert done.stdout.startswith("T=16 H=4096 I=512 E=256 top-k=6 fp8_block swiglu_clamp on h200"), done.stderr
+    done = expertile("explain", "--model", str(tmp_path), "--quant", "bf16", "--tokens", "16")
+    assert done.stdout.startswith("T=16 H=4096 I=2048 E=256 top-k=6 bf16 swiglu_clamp on h200")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "expert_dtype": "fp4"}))
+    done = expertile("explain", "--model", str(tmp_path))
+    assert done.returncode == 2 and "expert_dtype='fp4'" in done.stderr and "--quant" in done.stderr
 
 
 def test_a_forced_backend_is_the_one_explained():
@@ -106,10 +124,20 @@ def test_a_wrong_file_ends_a_benchmark_before_it_measures(tmp_path):
         (("explain", "--routing", "trace:"), "trace:"),
         (("explain", "--quant", "fp7"), "fp7"),
         (("explain", "--problem", "nope"), "nope"),
+        (("explain", "--problem", ""), "problem=''"),
+        (("explain", "--quant", ""), "quant=''"),
+        (("explain", "--model", "nowhere"), "nowhere is not there: give a model's config.json"),
+        (("explain", "--model", "nowhere", "--problem", "64,32,8,2"), "one of --problem and --model"),
+        (("explain", "--model", "nowhere", "--tensor-parallel", "0"), "tensor_parallel=0"),
+        (("explain", "--tensor-parallel", "2"), "goes with --model"),
         (("explain", "--device", "b200"), "b200"),
         (("explain", "--backend", "cuda"), "cuda"),
         (("explain", "--backend", "triton", "--device", "cpu"), "Hopper"),
         (("demo", "--model", "nowhere"), "nowhere"),
+        (("bench", "report", "nowhere"), "nowhere cannot be read: No such file"),
+        (("tune", "--out", "t", "--problem", "64,32,8,2", "--quant", "fp32"), "quant='fp32' has no kernels"),
+        (("tune", "--out", "t", "--problem", "64,32,8,2", "--quant", "bf16", "--export", "tgi"), "export='tgi'"),
+        (("bench", "layer", "--device", "cpu", "--router", "nope"), "router='nope'"),
         (("explain", "--routing", "random"), "random"),
         (("explain", "--libraries", "vllm"), "vllm"),
         (("explain", "--libraries", ","), "libraries="),
@@ -133,6 +161,17 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, word):
     assert line.startswith("expertile: ") and word in line
 
 
+@pytest.mark.parametrize("text", ["{}", "{"])
+def test_a_model_that_is_none_is_one_line_for_the_demo(tmp_path, text):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    done = expertile("demo", "--model", str(tmp_path))
+    assert done.returncode == 2 and "expertile: no eval.txt in" in done.stderr
+    (tmp_path / "eval.txt").write_text("x")
+    done = expertile("demo", "--model", str(tmp_path))
+    assert done.returncode == 2 and "cannot be loaded: " in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_full_disk_is_one_line_and_exit_code_2():
     with open("/dev/full", "w") as full:
@@ -152,6 +191,23 @@ def test_help_names_every_command():
         f"\n  {command} " in text
         for command in ("explain", "demo", "bench", "tune", "watch", "audit", "cache", "version")
     )
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), ("cache",), ("sagemaker",)], ids=str)
+def test_no_commands_line_in_help_is_cut(words):
+    if words == ("bench",):
+        pytest.importorskip("torch")
+    environment = os.environ | {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    command = [sys.executable, "-m", "expertile.cli", *words, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    listed = done.stdout.partition("Commands:")[2]
+    assert listed.strip() and "..." not in listed
+
+
+def test_the_version_alone():
+    done = expertile("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"expertile {__version__}\n"
 
 
 def test_version_names_what_a_report_needs():

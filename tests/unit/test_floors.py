@@ -48,6 +48,18 @@ def test_a_plan_is_made_without_torch():
     assert not imported_with(statement) & {"torch", "triton", "numpy"}
 
 
+def test_a_models_layer_is_explained_without_torch(tmp_path):
+    config = dict(hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["expertile", "explain", "--model", str(tmp_path), "--tokens", "4"]
+    statement = (
+        f"import contextlib, io, sys\nsys.argv = {words}\nfrom expertile.cli import app\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n    app(standalone_mode=False)\n"
+        "assert 'H=64 I=32' in out.getvalue()"
+    )
+    assert not imported_with(statement) & {"torch", "triton", "numpy"}
+
+
 def test_the_guard_needs_no_import_of_its_own():
     """As the README calls it."""
     statement = "import expertile\nassert callable(expertile.guard.seal) and callable(expertile.guard.ready)"

@@ -31,6 +31,14 @@ def test_what_cannot_be_written_is_named_with_the_reason(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
+def test_a_file_where_a_folder_should_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file" / "t.json", tmp_path / "file" / "a" / "t.json"):
+        with pytest.raises(ExpertileError, match=r"cannot be written: .*file is no folder"):
+            check_file(path)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_what_can_be_written_stays_as_it_is(tmp_path):
     (tmp_path / "file").write_text("kept")
     for path in (tmp_path / "file", tmp_path / "a" / "b" / "c", tmp_path / "new"):

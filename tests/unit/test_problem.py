@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertile.errors import ExpertileError, ShapeError
-from expertile.problem import ACTIVATIONS, LAYERS, Activation, DType, Gate, Problem, Quant, activation, named_problem
+from expertile.problem import (
+    ACTIVATIONS,
+    LAYERS,
+    Activation,
+    DType,
+    Gate,
+    Problem,
+    Quant,
+    activation,
+    named_activation,
+    named_problem,
+)
 from expertile.router import ROUTERS, GroupScore, Router, router
 
 SMALL = dict(tokens=4, hidden=64, inter=32, experts=8, top_k=2)
@@ -110,6 +121,31 @@ def test_activation_names_are_distinct_and_read_back():
         found = activation(name, interleaved=interleaved)
         assert found.name == name + ("/interleaved" if interleaved else "")
     assert activation("silu", limit=3.0).name == "silu,limit=3"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *ACTIVATIONS.values(),
+        activation("swiglu_oai", interleaved=True),
+        activation("silu", limit=3.5, interleaved=True),
+        activation("swiglu_oai", limit=5.0),
+        Activation(Gate.GELU_TANH, gated=False),
+    ],
+    ids=lambda made: made.name,
+)
+def test_an_activation_is_found_by_the_name_that_it_has(made):
+    assert named_activation(made.name) == made
+    problem = named_problem(f"64,32,8,2,{made.name},bias", 1)
+    assert (problem.activation, problem.bias) == (made, True)
+
+
+@pytest.mark.parametrize("text", ["swish", "silu,limit=", "silu,limit=1-2", "silu,limit=1e999", "silu,limit=-1", ""])
+def test_an_activation_that_has_no_such_name_is_refused(text):
+    with pytest.raises(ShapeError):
+        named_activation(text)
+    with pytest.raises(ShapeError, match=r"problem='64,32,8,2,.*'"):
+        named_problem(f"64,32,8,2,{text}", 1)
 
 
 def test_known_layers_are_those_of_the_results():

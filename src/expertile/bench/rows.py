@@ -154,8 +154,9 @@ def read(path: str | Path) -> list[dict]:
     rows = []
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExpertileError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        reason = getattr(error, "strerror", None) or f"it is no text ({getattr(error, 'reason', error)})"
+        raise ExpertileError(f"{path} cannot be read: {reason}; give rows as `expertile bench` writes them") from None
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -163,7 +164,7 @@ def read(path: str | Path) -> list[dict]:
             row = json.loads(line)
             found = faults(row) if isinstance(row, dict) else ["not an object"]
         except (ValueError, RecursionError) as error:
-            found = [str(error)]
+            found = [f"not JSON: {error}"]
         if found:
             raise ExpertileError(f"{path}:{number}: {'; '.join(found)}")
         rows.append(row)

@@ -59,7 +59,7 @@ class Deployment:
             (not _NAME.fullmatch(self.name), f"name={self.name!r}: up to 63 letters, digits and single hyphens"),
             (not _ROLE.fullmatch(self.role), f"role={self.role!r}: give an ARN, arn:aws:iam::123456789012:role/NAME"),
             (not (S3.fullmatch(self.data) and self.data.endswith((".tar.gz", "/"))),
-             f"data={self.data!r}: give s3://bucket/key.tar.gz, or a prefix ending in /"),
+             f"data={self.data!r}: give s3://bucket/key.tar.gz, or a prefix ending in / (bucket: 3 to 63 characters)"),
             (self.count < 1, f"count={self.count}: give at least 1 instance"),
             (not self.image.strip(), "image is empty: give the URI of an image"),
             (bool(self.subnets) != bool(self.security_groups), "a VPC takes both: --subnet and --security-group"),

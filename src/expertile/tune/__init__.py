@@ -7,7 +7,6 @@ was killed goes on where it was.
 
 search, journal, tables   cells -> lines -> entries
 supervise                 the same in a process that may die
-model_config              a model's config.json -> sizes
 peers                     other libraries' times out of benchmark rows
 engine_files, export      the files of vLLM and SGLang for their own Triton kernel, and the search for what is in them
 """

@@ -16,8 +16,9 @@ from ..bench.inputs import check_routing
 from ..bench.runner import Setting
 from ..errors import ShapeError, UnsupportedProblem
 from ..outputs import check_file
+from ..policy import model_config
 from ..runtime.backends import installed
-from . import engine_files, model_config, peers, tables
+from . import engine_files, peers, tables
 from .search import GpuLost, Machine, Task, journal_path, tune
 from .supervise import AGAIN, REFUSED, supervise
 
@@ -38,10 +39,12 @@ def task(
     if budget_s is not None and not budget_s >= 0:
         raise ShapeError(f"budget_seconds={budget_s}: give at least 0")
     if model is not None:
-        layer = model_config.read(model, tensor_parallel)
-        problem, quant = layer.problem, quant or layer.quant
+        layer = model_config.read(model, tensor_parallel, quant)
+        problem, quant = layer.problem, layer.quant
     if quant is None:
         raise ShapeError("--problem goes with --quant: bf16 fp16 fp8_tensor fp8_channel fp8_block")
+    if quant == "fp32":
+        raise ShapeError("quant='fp32' has no kernels that could be measured: give --quant bf16 or fp16")
     routings = tuple(dict.fromkeys(part.strip() for part in routing.split(",")))
     for name in routings:
         check_routing(name)
@@ -108,6 +111,7 @@ def export(engine: str, task: Task, setting: Setting, folder: Path) -> int:
     """Searches vLLM's kernel and writes the engine's file below `folder`; the exit code of the command."""
     from . import export as search_vllm
 
+    engine_files.variable(engine)  # what is no engine is said before a GPU is asked for
     device_name = _device_name(setting)
     problem = task.problem_at(max(task.tokens))
     triton = dict(installed()).get("triton", "none")

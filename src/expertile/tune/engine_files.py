@@ -61,6 +61,7 @@ def text(engine: str, configs: Mapping[int, Mapping[str, int]], triton: str) -> 
 
 def variable(engine: str) -> str:
     """The environment variable that names the folder."""
+    _known(engine)
     return "VLLM_TUNED_CONFIG_FOLDER" if engine == "vllm" else "SGLANG_MOE_CONFIG_DIR"
 
 
