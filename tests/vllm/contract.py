@@ -282,6 +282,19 @@ def configurations_have_what_we_read(tree):
 
 
 @claim
+def load_formats_are_those_we_know(tree):
+    """A new one may bring weights that were processed elsewhere: gate.CHECKPOINTS has those that do not."""
+    module = tree["vllm/model_executor/model_loader/__init__.py"]
+    formats = {node.value for node in ast.walk(module.values["LoadFormats"]) if isinstance(node, ast.Constant)}
+    ours = Source("", (PLUGIN / "gate.py").read_text()).values["CHECKPOINTS"]
+    known = {node.value for node in ours.elts}
+    assert formats - known == ({"ipc_cache", "modelexpress"} if tree.version >= (0, 33) else {"modelexpress"})
+    load = tree["vllm/config/load.py"]
+    assert "return load_format.lower()" in load.LoadConfig.text and "load_format" in load.LoadConfig.fields
+    assert "draft_load_config" in tree["vllm/config/speculative.py"].SpeculativeConfig.fields
+
+
+@claim
 def a_backend_that_was_asked_for_is_not_auto(tree):
     assert tree[CONFIG].FusedMoEConfig.values["moe_backend"] == "auto"
 

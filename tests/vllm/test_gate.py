@@ -96,6 +96,23 @@ def offloaded(config, monkeypatch):
     monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
 
 
+def loaded_by(load_format: str):
+    """An engine that loads its weights that way."""
+
+    def change(config, monkeypatch):
+        found = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
+
+    change.__name__ = f"loaded_by_{load_format}"
+    return change
+
+
+def draft_from_the_cache(config, monkeypatch):
+    draft = SimpleNamespace(draft_load_config=SimpleNamespace(load_format="ipc_cache"))
+    found = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"), speculative_config=draft)
+    monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
+
+
 def invariant(config, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
 
@@ -112,6 +129,10 @@ REASONS = [
     (fp32, "activations are torch.float32"),
     (many, "experts=4096 is more than"),
     (offloaded, "weights are offloaded to the CPU"),
+    (loaded_by("ipc_cache"), "load_format=ipc_cache may bring weights as another process laid them out"),
+    (loaded_by("modelexpress"), "load_format=modelexpress may bring weights as another process laid them out"),
+    (loaded_by("of_another_plugin"), "load_format=of_another_plugin may bring"),
+    (draft_from_the_cache, "draft_load_config.load_format=ipc_cache may bring"),
     (invariant, "batch invariance"),
 ]
 
@@ -128,6 +149,18 @@ def test_what_is_not_served_is_left_to_vllm_with_the_reason(change, reason, said
     assert vars(method) == before
     assert len(said) == 1 and said[0][0] == "INFO" and reason in said[0][1], said
     assert said[0][1].startswith("expertile leaves model.layers.*.mlp.experts to vLLM: ")
+
+
+@pytest.mark.parametrize("load_format", gate.CHECKPOINTS)
+def test_weights_out_of_a_checkpoint_are_served(load_format, monkeypatch):
+    config = layers.moe_config(Sizes())
+    loaded_by(load_format)(config, monkeypatch)
+    assert considered(config).experts_cls is ExpertileExperts
+
+
+def test_an_engine_without_a_config_for_loading_is_served(monkeypatch):
+    monkeypatch.setattr(gate, "get_current_vllm_config", lambda: SimpleNamespace(load_config=None))
+    assert considered(layers.moe_config(Sizes())).experts_cls is ExpertileExperts
 
 
 def test_a_backend_that_a_variable_of_vllm_asks_for_is_left_alone(said, monkeypatch):

@@ -20,6 +20,13 @@ from .formats import Declined, Format, activation_of, format_of
 from .loading import most_tokens, take_over
 from .settings import OFF, Settings
 
+#: vLLM's load formats that bring a checkpoint's weights, for this engine's own layers to lay out. With others (0.33's
+#: ipc_cache, modelexpress, those that plugins register) they may come processed for the backend that stock chose: fp8
+#: gate and up rows in the other order, which nothing shows.
+CHECKPOINTS = (
+    "auto", "hf", "bitsandbytes", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state", "tensorizer",
+)  # fmt: skip
 #: vLLM's own variables that name a backend for its fp8 layers.
 ASKING = ("VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")
 
@@ -89,10 +96,25 @@ def engine_reasons(config) -> list[str]:
         found.append(f"all2all_backend={parallel.all2all_backend} batches tokens by expert")
     elif not ExpertileExperts._supports_parallel_config(parallel):
         found.append(f"all2all_backend={parallel.all2all_backend} is not supported, allgather_reducescatter is")
-    offload = getattr(get_current_vllm_config(), "offload_config", None)
+    engine = get_current_vllm_config()
+    offload = getattr(engine, "offload_config", None)
     if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
         found.append("weights are offloaded to the CPU")
-    return found
+    return found + loading_reasons(engine)
+
+
+def loading_reasons(engine) -> list[str]:
+    """Why weights that come as this VllmConfig says may not lie as our layers read them."""
+    speculative = getattr(engine, "speculative_config", None)
+    loads = {
+        "load_format": getattr(engine, "load_config", None),
+        "draft_load_config.load_format": getattr(speculative, "draft_load_config", None),
+    }
+    return [
+        f"{name}={load.load_format} may bring weights as another process laid them out"
+        for name, load in loads.items()
+        if load is not None and load.load_format not in CHECKPOINTS
+    ]
 
 
 def layer_reasons(found: Format, layer, method, config) -> list[str]:
