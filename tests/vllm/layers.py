@@ -160,6 +160,14 @@ def _constants(config) -> dict:
 
 def load(layer, made: Checkpoint, *, static=False) -> None:
     """The checkpoint through vLLM's weight loader, each rank taking its part, then vLLM's processing."""
+    load_by_parameters(layer, made, static=static)
+    if made.biases:
+        _load_biases(layer, made)
+    finish(layer)
+
+
+def load_by_parameters(layer, made: Checkpoint, *, static=False) -> None:
+    """Weights and scales by the loaders of the layer's parameters, as vLLM's models do."""
     scale_name = next((name for name in ("weight_scale_inv", "weight_scale") if hasattr(layer, f"w13_{name}")), None)
     for shard, stored in made.stored.items():
         ours = "w2" if shard == "w2" else "w13"
@@ -170,14 +178,12 @@ def load(layer, made: Checkpoint, *, static=False) -> None:
             if static:
                 scale = torch.tensor(X_SCALE if ours == "w13" else H_SCALE)
                 _load(layer, f"{ours}_input_scale", scale, "input_scale", shard, expert)
-    if made.biases:
-        _load_biases(layer, made)
-    finish(layer)
 
 
 def _load(layer, parameter: str, tensor, kind: str, shard: str, expert: int) -> None:
     name = f"{layer.layer_name}.{expert}.{NAMES[shard]}.{kind}"
-    layer.weight_loader(getattr(layer, parameter), tensor, name, shard, expert)
+    place = getattr(layer, parameter)
+    place.weight_loader(place, tensor, name, shard, expert)
 
 
 def _load_biases(layer, made: Checkpoint) -> None:
