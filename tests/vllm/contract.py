@@ -282,6 +282,28 @@ def configurations_have_what_we_read(tree):
 
 
 @claim
+def layerwise_reloads_process_temporary_tensors(tree):
+    """And then put the layer's own back: what was processed must not be kept. loading.after_loading."""
+    module = tree["vllm/model_executor/model_loader/reload/layerwise.py"]
+    processing = module._layerwise_process.text
+    steps = [
+        "materialize_layer(layer",
+        "process_weights_after_loading(layer)",
+        "_copy_and_restore_kernel_tensors(layer",
+    ]
+    places = [processing.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "param.data.copy_(getattr(layer, name))" in module._copy_and_restore_kernel_tensors.text
+
+
+@claim
+def elastic_ep_makes_experts_of_the_same_class(tree):
+    made = tree[MOE + "eep_reconfigure.py"]._make_eep_experts
+    assert made.arguments == ["quant_method", "source_experts", "prepare_finalize", "moe_config"]
+    assert "experts_cls = source_experts.__class__" in made.text and "return experts_cls(**experts_kwargs)" in made.text
+
+
+@claim
 def load_formats_are_those_we_know(tree):
     """A new one may bring weights that were processed elsewhere: gate.CHECKPOINTS has those that do not."""
     module = tree["vllm/model_executor/model_loader/__init__.py"]

@@ -322,7 +322,7 @@ def test_scratch_memory_of_the_largest_step_is_enough_for_all():
     layer = layers.make_layer(config)
     layers.load(layer, layers.make_checkpoint(Sizes(), "none"))
     experts = layer.quant_method.moe_kernel.fused_experts
-    problem = experts.weights.problem(1, 2)
+    problem = experts.problem(2, 6)
     plans = Planner(problem, H200)
     experts._planners[(2, 6)] = plans
     before = 0

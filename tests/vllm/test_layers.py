@@ -370,8 +370,11 @@ def test_padding_that_vllm_is_told_to_skip_goes_its_way(monkeypatch):
 
 
 def test_nothing_is_copied():
-    layer = layers.make_layer(layers.moe_config(Sizes()), compressed_tensors("channel", "token", True))
-    layers.load(layer, layers.make_checkpoint(Sizes(), "channel"))
+    sizes = Sizes()
+    layer = layers.make_layer(layers.moe_config(sizes), compressed_tensors("channel", "token", True))
+    layers.load(layer, layers.make_checkpoint(sizes, "channel"))
+    x, ids, probs = layers.routing(3, sizes)
+    layers.run(layer, x.bfloat16(), ids, probs)
     weights = layer.quant_method.moe_kernel.fused_experts.weights
     for ours, theirs in (
         ("w13", "w13_weight"),

@@ -41,7 +41,10 @@ SCHEMES = (
 
 
 class ExpertileExperts(mk.FusedMoEExpertsModular):
-    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew."""
+    """One layer's experts.
+
+    weights   what the last call read; a call with other tensors describes them anew (`prepare`)
+    """
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
