@@ -326,6 +326,16 @@ def test_both_ways_to_the_experts_give_the_same():
     assert torch.equal(layers.run(layer, x.to(torch.bfloat16), ids, probs), alone)
 
 
+def test_weights_that_are_updated_often_are_wrapped_once():
+    """vLLM keeps the kernel of a 16-bit layer when its weights are processed again."""
+    layer = loaded()
+    impl = layer.quant_method.moe_kernel.impl
+    alone = impl.apply
+    for _ in range(3):
+        layers.finish(layer)
+    assert layer.quant_method.moe_kernel.impl is impl and impl.apply is alone
+
+
 def test_other_ranks_keep_what_vllm_does_around_the_experts():
     from expertile.plugins.vllm.experts import call_experts_alone
 

@@ -212,8 +212,11 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
 def call_experts_alone(kernel) -> None:
     """Takes out what vLLM's modular kernel does around the experts, in Python and for every layer, if it is nothing.
 
-    It is where no other rank takes part; but for router weights on the input, and padding that is to be skipped.
+    It is where no other rank takes part; but for router weights on the input, and padding that is to be skipped. Once a
+    kernel: vLLM keeps that of 16-bit layers when weights are updated.
     """
+    if "apply" in vars(kernel.impl):
+        return
     skips = "VLLM_MOE_SKIP_PADDING" in mk.FusedMoEKernelModularImpl._prepare.__code__.co_names  # else the router does
     if type(kernel.prepare_finalize) is not MoEPrepareAndFinalizeNoDPEPModular or (
         skips and envs.VLLM_MOE_SKIP_PADDING
