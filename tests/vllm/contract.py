@@ -317,6 +317,22 @@ def load_formats_are_those_we_know(tree):
 
 
 @claim
+def deep_gemm_is_asked_for_by_a_variable_that_is_set(tree):
+    """Both are on by default. gate.asked_for."""
+    variables = {ast.unparse(key): ast.unparse(value) for key, value in _items(tree["vllm/envs.py"])}
+    for name in ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"):
+        assert variables[f"'{name}'"] == f"lambda: bool(int(os.getenv('{name}', '1')))"
+    chosen = tree[MOE + "oracle/fp8.py"].select_fp8_moe_backend.text
+    assert "if envs.is_set('VLLM_USE_DEEP_GEMM') or envs.is_set('VLLM_MOE_USE_DEEP_GEMM'):" in chosen
+    assert "if not envs.VLLM_USE_DEEP_GEMM or not envs.VLLM_MOE_USE_DEEP_GEMM:" in chosen
+
+
+def _items(module: Source):
+    found = module.values["environment_variables"]
+    return zip(found.keys, found.values, strict=True)
+
+
+@claim
 def a_backend_that_was_asked_for_is_not_auto(tree):
     assert tree[CONFIG].FusedMoEConfig.values["moe_backend"] == "auto"
 

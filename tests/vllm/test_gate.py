@@ -163,15 +163,36 @@ def test_an_engine_without_a_config_for_loading_is_served(monkeypatch):
     assert considered(layers.moe_config(Sizes())).experts_cls is ExpertileExperts
 
 
-def test_a_backend_that_a_variable_of_vllm_asks_for_is_left_alone(said, monkeypatch):
+DEEP, DEEP_MOE, MARLIN = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN"
+ASKING = [
+    ({}, None),  # vLLM's default for DeepGEMM is on: that asks for nothing
+    ({DEEP_MOE: "1"}, DEEP_MOE),
+    ({DEEP: "1"}, DEEP),
+    ({DEEP: "1", DEEP_MOE: "1"}, DEEP),
+    ({DEEP: "0"}, None),
+    ({DEEP: "1", DEEP_MOE: "0"}, None),
+    ({DEEP: "0", DEEP_MOE: "1"}, None),
+    ({MARLIN: "1"}, MARLIN if MARLIN in envs.environment_variables else None),  # gone in 0.33
+    ({MARLIN: "0"}, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "asking"), ASKING)
+def test_a_backend_that_a_variable_of_vllm_asks_for_is_left_alone(environment, asking, said, monkeypatch):
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 
+    for name in (DEEP, DEEP_MOE, MARLIN):
+        monkeypatch.delenv(name, raising=False)
     config = layers.moe_config(Sizes(hidden=128, inter=128))
     layer = SimpleNamespace(params_dtype=config.in_dtype, moe_config=config)
     method = Fp8MoEMethod(Fp8Config(True, "dynamic", weight_block_size=[128, 128]), layer)
-    monkeypatch.setenv("VLLM_MOE_USE_DEEP_GEMM", "1")  # after: the fake Hopper has none, and vLLM would insist
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # after: the fake Hopper has none of them, and vLLM would insist
     considered(config, layer=layer, method=method)
-    assert "VLLM_MOE_USE_DEEP_GEMM=1 was asked for" in said[0][1]
+    if asking:
+        assert said[0][1].endswith(f" to vLLM: {asking}=1 was asked for")
+    else:
+        assert method.experts_cls is ExpertileExperts, said
     assert considered(config).experts_cls is ExpertileExperts  # it is about fp8 only
 
 
