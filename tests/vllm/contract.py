@@ -282,6 +282,57 @@ def configurations_have_what_we_read(tree):
 
 
 @claim
+def layerwise_reloads_process_temporary_tensors(tree):
+    """And then put the layer's own back: what was processed must not be kept. loading.after_loading."""
+    module = tree["vllm/model_executor/model_loader/reload/layerwise.py"]
+    processing = module._layerwise_process.text
+    steps = [
+        "materialize_layer(layer",
+        "process_weights_after_loading(layer)",
+        "_copy_and_restore_kernel_tensors(layer",
+    ]
+    places = [processing.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "param.data.copy_(getattr(layer, name))" in module._copy_and_restore_kernel_tensors.text
+
+
+@claim
+def elastic_ep_makes_experts_of_the_same_class(tree):
+    made = tree[MOE + "eep_reconfigure.py"]._make_eep_experts
+    assert made.arguments == ["quant_method", "source_experts", "prepare_finalize", "moe_config"]
+    assert "experts_cls = source_experts.__class__" in made.text and "return experts_cls(**experts_kwargs)" in made.text
+
+
+@claim
+def load_formats_are_those_we_know(tree):
+    """A new one may bring weights that were processed elsewhere: gate.CHECKPOINTS has those that do not."""
+    module = tree["vllm/model_executor/model_loader/__init__.py"]
+    formats = {node.value for node in ast.walk(module.values["LoadFormats"]) if isinstance(node, ast.Constant)}
+    ours = Source("", (PLUGIN / "gate.py").read_text()).values["CHECKPOINTS"]
+    known = {node.value for node in ours.elts}
+    assert formats - known == ({"ipc_cache", "modelexpress"} if tree.version >= (0, 33) else {"modelexpress"})
+    load = tree["vllm/config/load.py"]
+    assert "return load_format.lower()" in load.LoadConfig.text and "load_format" in load.LoadConfig.fields
+    assert "draft_load_config" in tree["vllm/config/speculative.py"].SpeculativeConfig.fields
+
+
+@claim
+def deep_gemm_is_asked_for_by_a_variable_that_is_set(tree):
+    """Both are on by default. gate.asked_for."""
+    variables = {ast.unparse(key): ast.unparse(value) for key, value in _items(tree["vllm/envs.py"])}
+    for name in ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"):
+        assert variables[f"'{name}'"] == f"lambda: bool(int(os.getenv('{name}', '1')))"
+    chosen = tree[MOE + "oracle/fp8.py"].select_fp8_moe_backend.text
+    assert "if envs.is_set('VLLM_USE_DEEP_GEMM') or envs.is_set('VLLM_MOE_USE_DEEP_GEMM'):" in chosen
+    assert "if not envs.VLLM_USE_DEEP_GEMM or not envs.VLLM_MOE_USE_DEEP_GEMM:" in chosen
+
+
+def _items(module: Source):
+    found = module.values["environment_variables"]
+    return zip(found.keys, found.values, strict=True)
+
+
+@claim
 def a_backend_that_was_asked_for_is_not_auto(tree):
     assert tree[CONFIG].FusedMoEConfig.values["moe_backend"] == "auto"
 

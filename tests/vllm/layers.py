@@ -160,24 +160,34 @@ def _constants(config) -> dict:
 
 def load(layer, made: Checkpoint, *, static=False) -> None:
     """The checkpoint through vLLM's weight loader, each rank taking its part, then vLLM's processing."""
-    scale_name = next((name for name in ("weight_scale_inv", "weight_scale") if hasattr(layer, f"w13_{name}")), None)
-    for shard, stored in made.stored.items():
-        ours = "w2" if shard == "w2" else "w13"
-        for expert, weight in enumerate(stored):
-            _load(layer, f"{ours}_weight", weight, "weight", shard, expert)
-            if scale_name and made.scales[shard][expert] is not None:
-                _load(layer, f"{ours}_{scale_name}", made.scales[shard][expert], scale_name, shard, expert)
-            if static:
-                scale = torch.tensor(X_SCALE if ours == "w13" else H_SCALE)
-                _load(layer, f"{ours}_input_scale", scale, "input_scale", shard, expert)
+    load_by_parameters(layer, made, static=static)
     if made.biases:
         _load_biases(layer, made)
     finish(layer)
 
 
-def _load(layer, parameter: str, tensor, kind: str, shard: str, expert: int) -> None:
-    name = f"{layer.layer_name}.{expert}.{NAMES[shard]}.{kind}"
-    layer.weight_loader(getattr(layer, parameter), tensor, name, shard, expert)
+def load_by_parameters(layer, made: Checkpoint, *, static=False) -> None:
+    """Weights and scales by the loaders of the layer's parameters, which are looked up first, as vLLM's models do.
+
+    Scales come first: vLLM's layerwise reload counts values, input scales of w1 and w3 twice, and takes a layer for
+    complete that much too early.
+    """
+    places = dict(layer.named_parameters())
+    scale_name = next((name for name in ("weight_scale_inv", "weight_scale") if f"w13_{name}" in places), None)
+
+    def load_one(parameter: str, tensor, kind: str, shard: str, expert: int) -> None:
+        name = f"{layer.layer_name}.{expert}.{NAMES[shard]}.{kind}"
+        places[parameter].weight_loader(places[parameter], tensor, name, shard, expert)
+
+    for shard, stored in made.stored.items():
+        ours = "w2" if shard == "w2" else "w13"
+        for expert, weight in enumerate(stored):
+            if static:
+                scale = torch.tensor(X_SCALE if ours == "w13" else H_SCALE)
+                load_one(f"{ours}_input_scale", scale, "input_scale", shard, expert)
+            if scale_name and made.scales[shard][expert] is not None:
+                load_one(f"{ours}_{scale_name}", made.scales[shard][expert], scale_name, shard, expert)
+            load_one(f"{ours}_weight", weight, "weight", shard, expert)
 
 
 def _load_biases(layer, made: Checkpoint) -> None:

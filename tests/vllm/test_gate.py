@@ -96,6 +96,23 @@ def offloaded(config, monkeypatch):
     monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
 
 
+def loaded_by(load_format: str):
+    """An engine that loads its weights that way."""
+
+    def change(config, monkeypatch):
+        found = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
+
+    change.__name__ = f"loaded_by_{load_format}"
+    return change
+
+
+def draft_from_the_cache(config, monkeypatch):
+    draft = SimpleNamespace(draft_load_config=SimpleNamespace(load_format="ipc_cache"))
+    found = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"), speculative_config=draft)
+    monkeypatch.setattr(gate, "get_current_vllm_config", lambda: found)
+
+
 def invariant(config, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
 
@@ -112,6 +129,10 @@ REASONS = [
     (fp32, "activations are torch.float32"),
     (many, "experts=4096 is more than"),
     (offloaded, "weights are offloaded to the CPU"),
+    (loaded_by("ipc_cache"), "load_format=ipc_cache may bring weights as another process laid them out"),
+    (loaded_by("modelexpress"), "load_format=modelexpress may bring weights as another process laid them out"),
+    (loaded_by("of_another_plugin"), "load_format=of_another_plugin may bring"),
+    (draft_from_the_cache, "draft_load_config.load_format=ipc_cache may bring"),
     (invariant, "batch invariance"),
 ]
 
@@ -130,15 +151,48 @@ def test_what_is_not_served_is_left_to_vllm_with_the_reason(change, reason, said
     assert said[0][1].startswith("expertile leaves model.layers.*.mlp.experts to vLLM: ")
 
 
-def test_a_backend_that_a_variable_of_vllm_asks_for_is_left_alone(said, monkeypatch):
+@pytest.mark.parametrize("load_format", gate.CHECKPOINTS)
+def test_weights_out_of_a_checkpoint_are_served(load_format, monkeypatch):
+    config = layers.moe_config(Sizes())
+    loaded_by(load_format)(config, monkeypatch)
+    assert considered(config).experts_cls is ExpertileExperts
+
+
+def test_an_engine_without_a_config_for_loading_is_served(monkeypatch):
+    monkeypatch.setattr(gate, "get_current_vllm_config", lambda: SimpleNamespace(load_config=None))
+    assert considered(layers.moe_config(Sizes())).experts_cls is ExpertileExperts
+
+
+DEEP, DEEP_MOE, MARLIN = "VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN"
+ASKING = [
+    ({}, None),  # vLLM's default for DeepGEMM is on: that asks for nothing
+    ({DEEP_MOE: "1"}, DEEP_MOE),
+    ({DEEP: "1"}, DEEP),
+    ({DEEP: "1", DEEP_MOE: "1"}, DEEP),
+    ({DEEP: "0"}, None),
+    ({DEEP: "1", DEEP_MOE: "0"}, None),
+    ({DEEP: "0", DEEP_MOE: "1"}, None),
+    ({MARLIN: "1"}, MARLIN if MARLIN in envs.environment_variables else None),  # gone in 0.33
+    ({MARLIN: "0"}, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "asking"), ASKING)
+def test_a_backend_that_a_variable_of_vllm_asks_for_is_left_alone(environment, asking, said, monkeypatch):
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 
+    for name in (DEEP, DEEP_MOE, MARLIN):
+        monkeypatch.delenv(name, raising=False)
     config = layers.moe_config(Sizes(hidden=128, inter=128))
     layer = SimpleNamespace(params_dtype=config.in_dtype, moe_config=config)
     method = Fp8MoEMethod(Fp8Config(True, "dynamic", weight_block_size=[128, 128]), layer)
-    monkeypatch.setenv("VLLM_MOE_USE_DEEP_GEMM", "1")  # after: the fake Hopper has none, and vLLM would insist
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)  # after: the fake Hopper has none of them, and vLLM would insist
     considered(config, layer=layer, method=method)
-    assert "VLLM_MOE_USE_DEEP_GEMM=1 was asked for" in said[0][1]
+    if asking:
+        assert said[0][1].endswith(f" to vLLM: {asking}=1 was asked for")
+    else:
+        assert method.experts_cls is ExpertileExperts, said
     assert considered(config).experts_cls is ExpertileExperts  # it is about fp8 only
 
 
@@ -289,7 +343,7 @@ def test_scratch_memory_of_the_largest_step_is_enough_for_all():
     layer = layers.make_layer(config)
     layers.load(layer, layers.make_checkpoint(Sizes(), "none"))
     experts = layer.quant_method.moe_kernel.fused_experts
-    problem = experts.weights.problem(1, 2)
+    problem = experts.problem(2, 6)
     plans = Planner(problem, H200)
     experts._planners[(2, 6)] = plans
     before = 0

@@ -7,6 +7,7 @@ it creates, loads and processes weights, its modular kernel and workspace. Our e
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from . import layers, started  # noqa: F401  vLLM is started before its modules are imported
 from .layers import Sizes
 
+from expertile.errors import ShapeError  # isort: skip
 from expertile.plugins.vllm import gate  # isort: skip
 from expertile.plugins.vllm.experts import ExpertileExperts  # isort: skip
 from expertile.plugins.vllm.formats import activation_of  # isort: skip
@@ -324,6 +326,16 @@ def test_both_ways_to_the_experts_give_the_same():
     assert torch.equal(layers.run(layer, x.to(torch.bfloat16), ids, probs), alone)
 
 
+def test_weights_that_are_updated_often_are_wrapped_once():
+    """vLLM keeps the kernel of a 16-bit layer when its weights are processed again."""
+    layer = loaded()
+    impl = layer.quant_method.moe_kernel.impl
+    alone = impl.apply
+    for _ in range(3):
+        layers.finish(layer)
+    assert layer.quant_method.moe_kernel.impl is impl and impl.apply is alone
+
+
 def test_other_ranks_keep_what_vllm_does_around_the_experts():
     from expertile.plugins.vllm.experts import call_experts_alone
 
@@ -332,6 +344,30 @@ def test_other_ranks_keep_what_vllm_does_around_the_experts():
     kernel.impl.prepare_finalize = object()
     call_experts_alone(kernel)
     assert "apply" not in vars(kernel.impl)
+
+
+def test_experts_that_elastic_ep_makes_anew_serve():
+    """It makes experts of ours for another number of ranks, and asks for their workspace before they see weights."""
+    from vllm.model_executor.layers.fused_moe import eep_reconfigure
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+
+    layer, sizes = loaded(), Sizes()
+    method, kernel = layer.quant_method, layer.quant_method.moe_kernel
+    x, ids, probs = layers.routing(5, sizes)
+    want = layers.run(layer, x.bfloat16(), ids, probs)
+    config = replace(layer.moe_config, num_experts=2 * sizes.experts)
+    made = eep_reconfigure._make_eep_experts(method, kernel.fused_experts, kernel.prepare_finalize, config)
+    assert isinstance(made, ExpertileExperts) and made.weights is None
+    staged = eep_reconfigure.FusedMoEModularMethod(method, mk.FusedMoEKernel(kernel.prepare_finalize, made))
+    layer.quant_method = staged
+    assert torch.equal(layers.run(layer, x.bfloat16(), ids, probs), want)
+
+
+def test_weights_that_are_not_what_vllm_configured_are_refused():
+    experts = loaded().quant_method.moe_kernel.fused_experts
+    w13, w2 = torch.zeros(6, 64, 64, dtype=torch.bfloat16), torch.zeros(6, 64, 32, dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match="6 experts of 64x32, vLLM's configuration says 6 of 64x48"):
+        experts.prepare(w13, w2)
 
 
 def test_padding_that_vllm_is_told_to_skip_goes_its_way(monkeypatch):
@@ -344,8 +380,11 @@ def test_padding_that_vllm_is_told_to_skip_goes_its_way(monkeypatch):
 
 
 def test_nothing_is_copied():
-    layer = layers.make_layer(layers.moe_config(Sizes()), compressed_tensors("channel", "token", True))
-    layers.load(layer, layers.make_checkpoint(Sizes(), "channel"))
+    sizes = Sizes()
+    layer = layers.make_layer(layers.moe_config(sizes), compressed_tensors("channel", "token", True))
+    layers.load(layer, layers.make_checkpoint(sizes, "channel"))
+    x, ids, probs = layers.routing(3, sizes)
+    layers.run(layer, x.bfloat16(), ids, probs)
     weights = layer.quant_method.moe_kernel.fused_experts.weights
     for ours, theirs in (
         ("w13", "w13_weight"),

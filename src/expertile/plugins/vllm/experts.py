@@ -18,14 +18,15 @@ from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from ...errors import UnsupportedProblem
+from ...errors import ShapeError, UnsupportedProblem
 from ...plans import ALIGN
+from ...problem import Activation, Problem
 from ...runtime.device import detect
 from ...runtime.execute import run
 from ...runtime.workspace import Workspace
-from ...weights import Weights
+from ...weights import NAMES, Weights
 from .formats import ACTIVATIONS, UNINTERLEAVED, activation_of
-from .layer_weights import weights_of
+from .layer_weights import quant_of, weights_of
 from .planner import Planner, planner
 from .sealing import process_seal
 
@@ -40,7 +41,10 @@ SCHEMES = (
 
 
 class ExpertileExperts(mk.FusedMoEExpertsModular):
-    """One layer's experts. `prepare` describes its weights once they are loaded; a call with others does it anew."""
+    """One layer's experts.
+
+    weights   what the last call read; a call with other tensors describes them anew (`prepare`)
+    """
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
@@ -109,16 +113,46 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
     def prepare(self, w13, w2) -> Weights:
         """The layer's Weights, described now. ShapeError names what does not fit."""
         c = self.moe_config
-        activation = activation_of(c.activation.value, c.swiglu_limit, c.swiglu_alpha, c.swiglu_beta)
-        self.weights = weights_of(w13, w2, self.quant_config, activation, c.in_dtype)
-        return self.weights
+        weights = weights_of(w13, w2, self.quant_config, self._activation(), c.in_dtype)
+        found = weights.problem(1, c.experts_per_token, total_experts=c.num_experts)
+        said = self.problem(c.experts_per_token, c.num_experts)
+        if found != said:
+            raise ShapeError(
+                f"weights are {found.experts} experts of {found.hidden}x{found.inter}, vLLM's configuration says "
+                f"{said.experts} of {said.hidden}x{said.inter}: {found} is not {said}"
+            )
+        self.weights = weights
+        return weights
+
+    def _activation(self) -> Activation:
+        c = self.moe_config
+        return activation_of(c.activation.value, c.swiglu_limit, c.swiglu_alpha, c.swiglu_beta)
+
+    def problem(self, top_k: int, total_experts: int) -> Problem:
+        """This layer's, of one token, out of vLLM's configurations.
+
+        Not out of the weights: Elastic EP makes new experts, whose workspace is asked for before they are called.
+        """
+        c, quant = self.moe_config, self.quant_config
+        return Problem(
+            tokens=1,
+            hidden=c.hidden_dim,
+            inter=c.intermediate_size_per_partition,
+            experts=c.num_local_experts,
+            top_k=top_k,
+            dtype=NAMES[c.in_dtype],
+            quant=quant_of(quant),
+            activation=self._activation(),
+            static_scale=quant.a1_scale is not None,
+            bias=quant.w1_bias is not None,
+            total_experts=total_experts,
+        )
 
     def planner(self, top_k: int, total_experts: int) -> Planner:
-        """What this layer's calls need; `prepare` comes first."""
+        """What this layer's calls need."""
         key = (top_k, total_experts)
         if key not in self._planners:
-            problem = self.weights.problem(1, top_k, total_experts=total_experts)
-            self._planners[key] = planner(problem, detect(self.weights.device))
+            self._planners[key] = planner(self.problem(top_k, total_experts), detect(self.moe_config.device))
         return self._planners[key]
 
     def workspace_shapes(
@@ -178,8 +212,11 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
 def call_experts_alone(kernel) -> None:
     """Takes out what vLLM's modular kernel does around the experts, in Python and for every layer, if it is nothing.
 
-    It is where no other rank takes part; but for router weights on the input, and padding that is to be skipped.
+    It is where no other rank takes part; but for router weights on the input, and padding that is to be skipped. Once a
+    kernel: vLLM keeps that of 16-bit layers when weights are updated.
     """
+    if "apply" in vars(kernel.impl):
+        return
     skips = "VLLM_MOE_SKIP_PADDING" in mk.FusedMoEKernelModularImpl._prepare.__code__.co_names  # else the router does
     if type(kernel.prepare_finalize) is not MoEPrepareAndFinalizeNoDPEPModular or (
         skips and envs.VLLM_MOE_SKIP_PADDING

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 
+import vllm.envs as envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.platforms import current_platform
@@ -20,8 +20,15 @@ from .formats import Declined, Format, activation_of, format_of
 from .loading import most_tokens, take_over
 from .settings import OFF, Settings
 
-#: vLLM's own variables that name a backend for its fp8 layers.
-ASKING = ("VLLM_MOE_USE_DEEP_GEMM", "VLLM_TEST_FORCE_FP8_MARLIN")
+#: vLLM's load formats that bring a checkpoint's weights, for this engine's own layers to lay out. With others (0.33's
+#: ipc_cache, modelexpress, those that plugins register) they may come processed for the backend that stock chose: fp8
+#: gate and up rows in the other order, which nothing shows.
+CHECKPOINTS = (
+    "auto", "hf", "bitsandbytes", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state", "tensorizer",
+)  # fmt: skip
+#: vLLM's own variables that name a backend for its fp8 layers. DeepGEMM's are both on where they are not set.
+DEEP_GEMM, MARLIN = ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), "VLLM_TEST_FORCE_FP8_MARLIN"
 
 
 class Gatekeeper:
@@ -89,19 +96,33 @@ def engine_reasons(config) -> list[str]:
         found.append(f"all2all_backend={parallel.all2all_backend} batches tokens by expert")
     elif not ExpertileExperts._supports_parallel_config(parallel):
         found.append(f"all2all_backend={parallel.all2all_backend} is not supported, allgather_reducescatter is")
-    offload = getattr(get_current_vllm_config(), "offload_config", None)
+    engine = get_current_vllm_config()
+    offload = getattr(engine, "offload_config", None)
     if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
         found.append("weights are offloaded to the CPU")
-    return found
+    return found + loading_reasons(engine)
+
+
+def loading_reasons(engine) -> list[str]:
+    """Why weights that come as this VllmConfig says may not lie as our layers read them."""
+    speculative = getattr(engine, "speculative_config", None)
+    loads = {
+        "load_format": getattr(engine, "load_config", None),
+        "draft_load_config.load_format": getattr(speculative, "draft_load_config", None),
+    }
+    return [
+        f"{name}={load.load_format} may bring weights as another process laid them out"
+        for name, load in loads.items()
+        if load is not None and load.load_format not in CHECKPOINTS
+    ]
 
 
 def layer_reasons(found: Format, layer, method, config) -> list[str]:
     """Why this layer, whose Format we have, cannot be computed here."""
     if found.quant is Quant.NONE and layer.params_dtype != config.in_dtype:
         return [f"weights are {layer.params_dtype}, activations {config.in_dtype}"]
-    asked = [name for name in ASKING if os.environ.get(name, "").lower() in ("1", "true")]
-    if asked and found.quant is not Quant.NONE:
-        return [f"{asked[0]}=1 was asked for"]
+    if found.quant is not Quant.NONE and (asked := asked_for()):
+        return [f"{asked}=1 was asked for"]
     if getattr(method, "weight_scale_refine", None) is not None:
         return ["tensor parallelism cuts through scale blocks"]
     activation = activation_of(config.activation.value, *swiglu_constants(config))
@@ -114,6 +135,15 @@ def layer_reasons(found: Format, layer, method, config) -> list[str]:
         )
         against = [] if supported else [f"vLLM: {why}"]
     return against
+
+
+def asked_for() -> str | None:
+    """The variable by which a backend for fp8 layers was asked for, as vLLM reads them: one of DeepGEMM's is set, and
+    neither says no; or Marlin's is on."""
+    given = [name for name in DEEP_GEMM if envs.is_set(name)]
+    if given and all(getattr(envs, name) for name in DEEP_GEMM):
+        return given[0]
+    return MARLIN if getattr(envs, MARLIN, False) else None  # which 0.33 does not know any more
 
 
 def _makes_room_for_two(method, config) -> bool:

@@ -38,7 +38,10 @@ def take_over(method, found: Format) -> None:
 
 
 def after_loading(method, layer) -> None:
-    """Describes the weights and compiles what will be asked for; if that fails, the layer goes back to vLLM."""
+    """Checks the weights and compiles what will be asked for; if that fails, the layer goes back to vLLM.
+
+    The first call describes them again, where they are then.
+    """
     experts = getattr(method.moe_kernel, "fused_experts", None)
     if not isinstance(experts, ExpertileExperts):
         return
@@ -46,6 +49,7 @@ def after_loading(method, layer) -> None:
         experts.prepare(layer.w13_weight, layer.w2_weight)
         compile_ahead(experts, layer)
         call_experts_alone(method.moe_kernel)
+        experts.weights = None  # they may be temporary tensors, which vLLM copies to the layer's own: layerwise reloads
     except Exception:
         log.warning(
             "expertile gives %s back to vLLM (Triton): it failed while loading", layer.layer_name, exc_info=True
