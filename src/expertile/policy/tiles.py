@@ -10,6 +10,7 @@ from ..problem import BLOCK, Problem, Quant
 from .rules import ring_reasons, stream_reasons, tile_reasons
 
 RING_ROWS, RING_RULE_TOKENS = 20, 24
+SHORT_PIECES_BYTES = 8192  # of a row of w13 that was measured in short pieces
 STREAM_ROWS = 10  # routed rows up to which streaming beats grouping on an H200 (docs/measured.md)
 
 #: block_k -> the tile of 128 x 256 x 128 bytes whose blocks stay on their SM
@@ -27,13 +28,15 @@ def fused_quant(problem: Problem, gemm1: GemmConfig) -> bool:
 def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
     """(up, down): pieces of 16 weight rows by 512 values a block; of w2 as many columns as a block's registers hold.
 
-    Short pieces by few warps measured best wherever both were tried on layers without a table. From 8-bit w2 registers
-    hold 64 KiB, from 16-bit w2 32: there more columns were slower (all on an H200, 2026-12-03 and 04).
+    Short pieces by few warps measured best wherever both were tried on layers without a table; long rows of w13 keep
+    long pieces: their registers would spill (7168 values of bf16). From 8-bit w2 registers hold 64 KiB, from 16-bit w2
+    32: there more columns were slower (all on an H200, 2026-12-03 and 04).
     """
     item = _item(problem)
     row = max(128, _power_of_two(problem.inter)) * item * _power_of_two(problem.top_k)
     columns = max(1, min(16, 65536 // item // row))
-    return _up(512, 4), GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
+    up = _up(512, 4) if problem.hidden * item <= SHORT_PIECES_BYTES else _up(_longest(problem), 8)
+    return up, GemmConfig(16, columns, BLOCK, 8 if item == 1 else 4, 1, True)
 
 
 def more_stream_tiles(problem: Problem) -> list[tuple[GemmConfig, GemmConfig]]:
