@@ -41,9 +41,9 @@ def stream_tiles(problem: Problem) -> tuple[GemmConfig, GemmConfig]:
 
 def more_stream_tiles(problem: Problem) -> list[tuple[GemmConfig, GemmConfig]]:
     """stream_tiles and what else won somewhere: longer pieces of a row, twice the rows, half the columns."""
-    _, down = stream_tiles(problem)
+    up, down = stream_tiles(problem)
     long = _longest(problem)
-    ups = dict.fromkeys((_up(long, 8), _up(long, 4), _up(512, 4), replace(_up(512, 8), block_n=32)))
+    ups = dict.fromkeys((up, _up(long, 8), _up(long, 4), _up(512, 4), replace(_up(512, 8), block_n=32)))
     downs = (down, replace(down, block_n=max(1, down.block_n // 2), warps=4))
     return [(up, down) for down in downs for up in ups]
 
