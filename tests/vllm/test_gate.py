@@ -456,6 +456,26 @@ def test_the_guard_is_sealed_when_vllm_is_warm(monkeypatch):
     assert sealed == ["warn"]
 
 
+def test_layers_share_the_seal_of_the_settings_that_the_plugin_was_installed_with(monkeypatch):
+    """What the environment and the policy's file say later is not looked at: a first step could fail of it."""
+    sealed = []
+    monkeypatch.setattr(sealing, "seal", sealed.append)
+    monkeypatch.setattr(sealing, "warm_up_is_over", lambda: True)
+    gatekeeper = gate.Gatekeeper(Settings(guard="count"))
+    config = layers.moe_config(Sizes())
+    made = [layers.make_layer(config, name=f"model.layers.{number}.experts") for number in range(2)]
+    for layer in made:
+        gatekeeper.consider(layer, layer.quant_method, config, layer.layer_name)
+        layers.load(layer, layers.make_checkpoint(Sizes(), "none"))
+    assert sealed == []
+    monkeypatch.setenv("EXPERTILE_VLLM_GUARD", "loud")
+    monkeypatch.setenv("EXPERTILE_POLICY", "gone.json")
+    x, ids, probs = layers.routing(3, Sizes())
+    for layer in made:
+        layers.run(layer, x.bfloat16(), ids, probs)
+    assert sealed == ["count"]
+
+
 def test_vllm_says_when_it_is_warm(monkeypatch):
     assert not sealing.warm_up_is_over()
     try:

@@ -28,7 +28,7 @@ from ...weights import NAMES, Weights
 from .formats import ACTIVATIONS, UNINTERLEAVED, activation_of
 from .layer_weights import quant_of, weights_of
 from .planner import Planner, planner
-from .sealing import process_seal
+from .sealing import Seal
 
 SCHEMES = (
     (None, None),
@@ -44,11 +44,13 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
     """One layer's experts.
 
     weights   what the last call read; a call with other tensors describes them anew (`prepare`)
+    seal      looked at in every call; none in experts that Elastic EP makes
     """
 
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.weights: Weights | None = None
+        self.seal: Seal | None = None
         self._planners: dict[tuple[int, int], Planner] = {}
 
     @staticmethod
@@ -193,7 +195,8 @@ class ExpertileExperts(mk.FusedMoEExpertsModular):
         weights = self.weights
         if weights is None or weights.w13 is not w1 or weights.w2 is not w2:
             weights = self.prepare(w1, w2)
-        process_seal().check()
+        if self.seal is not None:
+            self.seal.check()
         tokens, top_k = topk_ids.shape
         plans = self.planner(top_k, global_num_experts)
         room = _room(tokens, top_k)

@@ -18,6 +18,7 @@ from . import log
 from .experts import ExpertileExperts
 from .formats import Declined, Format, activation_of, format_of
 from .loading import most_tokens, take_over
+from .sealing import Seal
 from .settings import OFF, Settings
 
 #: vLLM's load formats that bring a checkpoint's weights, for this engine's own layers to lay out. With others (0.33's
@@ -35,7 +36,7 @@ class Gatekeeper:
     """Looks at each layer of a process, takes what it can and says so once a group of like layers."""
 
     def __init__(self, settings: Settings):
-        self.settings = settings
+        self.settings, self.seal = settings, Seal(settings.guard)
         self.said: set[tuple[str, str]] = set()
 
     def consider(self, layer, method, config, prefix: str) -> None:
@@ -43,7 +44,7 @@ class Gatekeeper:
         try:
             found = self._format(layer, method, config, prefix)
             instead_of = getattr(method, found.backend).value
-            take_over(method, found)
+            take_over(method, found, self.seal)
             self._say(config, prefix, "takes", f": {describe(found, config)} (vLLM would take {instead_of})")
         except Declined as reason:
             self._say(config, prefix, "leaves", f" to vLLM: {reason}")

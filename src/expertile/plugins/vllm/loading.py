@@ -19,25 +19,26 @@ from . import log
 from .experts import ExpertileExperts, call_experts_alone
 from .formats import Format
 from .planner import Planner
+from .sealing import Seal
 
 TELL_S = 10.0  # seconds between two lines of progress
 
 
-def take_over(method, found: Format) -> None:
+def take_over(method, found: Format, seal: Seal) -> None:
     """Makes a quantisation method of vLLM build our experts. Its weights stay as its Triton backend has them."""
     triton = type(getattr(method, found.backend)).TRITON  # converts nothing
     stock = method.process_weights_after_loading
 
     def process_weights_after_loading(layer):
         stock(layer)
-        after_loading(method, layer)
+        after_loading(method, layer, seal)
 
     setattr(method, found.backend, triton)
     method.experts_cls = ExpertileExperts
     method.process_weights_after_loading = process_weights_after_loading
 
 
-def after_loading(method, layer) -> None:
+def after_loading(method, layer, seal: Seal) -> None:
     """Checks the weights and compiles what will be asked for; if that fails, the layer goes back to vLLM.
 
     The first call describes them again, where they are then.
@@ -45,6 +46,7 @@ def after_loading(method, layer) -> None:
     experts = getattr(method.moe_kernel, "fused_experts", None)
     if not isinstance(experts, ExpertileExperts):
         return
+    experts.seal = seal
     try:
         experts.prepare(layer.w13_weight, layer.w2_weight)
         compile_ahead(experts, layer)

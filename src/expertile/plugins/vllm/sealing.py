@@ -6,15 +6,13 @@ vLLM has no hook behind CUDA-graph capture. It says that warming is over by star
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ...errors import ExpertileError
 from . import log
-from .settings import GUARD, Settings
+from .settings import GUARD
 
 
 class Seal:
-    """Once pending and vLLM is warm, `check` seals."""
+    """Once pending and vLLM is warm, `check` seals. All layers of a process share one."""
 
     def __init__(self, mode: str):
         self.mode, self.pending = mode, mode != "off"
@@ -23,12 +21,6 @@ class Seal:
         if self.pending and warm_up_is_over():
             self.pending = False
             seal(self.mode)
-
-
-@lru_cache(maxsize=1)
-def process_seal() -> Seal:
-    """The one of this process."""
-    return Seal(Settings.from_environment().guard)
 
 
 def warm_up_is_over() -> bool:
