@@ -24,7 +24,9 @@ def wanted(*tensors: Tensor | None) -> bool:
 
 
 def refused(y: Tensor, *sources: Tensor | None) -> Tensor:
-    """y, which was made of the sources, with a backward that raises UnsupportedProblem."""
+    """y, which was made of the sources, with a backward that raises UnsupportedProblem where one of them needs a
+    gradient.
+    """
     return _Refused.apply(y, *sources)
 
 

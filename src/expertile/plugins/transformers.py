@@ -29,7 +29,7 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
 
-from .. import api, reference
+from .. import api, backward, reference
 from ..errors import ShapeError, UnsupportedProblem
 from ..problem import BLOCK, Activation, Gate, Quant
 from ..weights import DTYPES, FP8, Weights
@@ -97,23 +97,9 @@ def _llama4_forward(quant: Quant, block, hidden_states):
     return out + _without_backward(routed.to(out.dtype), hidden_states, block.experts), logits
 
 
-class _NoBackward(torch.autograd.Function):
-    """The identity, which says so when a gradient is asked for instead of leaving the experts' part of it out."""
-
-    @staticmethod
-    def forward(ctx, y, *sources):
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise UnsupportedProblem("expertile's experts have no backward pass: train with another experts_implementation")
-
-
 def _without_backward(y, hidden_states, module):
-    if not torch.is_grad_enabled():
-        return y
-    return _NoBackward.apply(y, hidden_states, *module.parameters(recurse=False))
+    """y, which says so when a gradient is asked for instead of leaving the experts' part of it out."""
+    return backward.refused(y, hidden_states, *module.parameters(recurse=False))
 
 
 def weights_of(module, quant: Quant = Quant.NONE, dtype: torch.dtype | None = None) -> Weights:
