@@ -15,7 +15,7 @@ from .hardware import DEVICES, H200, Hardware
 from .plans import Backend, Plan
 from .runtime.device import detect, interpreted
 from .runtime.workspace import Workspace
-from .weights import DTYPES, Weights
+from .weights import DTYPES, Weights, check_tensor
 
 OPTIONAL = ("ids", "probs", "logits", "bias", "expert_map")
 ID_DTYPES = (torch.int32, torch.int64)
@@ -52,11 +52,6 @@ def check_input(x, weights, ids, probs, logits, router, top_k, bias, expert_map)
     elif router is not None or bias is not None or top_k is not None:
         raise ShapeError("router, top_k and bias go with logits; with ids the routing is already done")
     return total
-
-
-def check_tensor(name: str, value) -> None:
-    if not isinstance(value, Tensor):
-        raise ShapeError(f"{name} is {_kind(value)}: give a torch.Tensor")
 
 
 def check_device(name: str, tensor, x) -> None:

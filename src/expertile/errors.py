@@ -57,7 +57,8 @@ def check_flag(value: Any, name: str) -> None:
         raise ShapeError(f"{name}={value!r}: give True or False")
 
 
-def check_count(value: Any, name: str) -> None:
-    """ShapeError unless it is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError(f"{name}={value!r}: give an integer of at least 1")
+def check_count(value: Any, name: str, least: int = 1, most: int | None = None) -> None:
+    """ShapeError unless it is an integer from least to most."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ShapeError(f"{name}={value!r}: give an integer {span}")

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cached_property
 from math import prod
 
-from .errors import ShapeError
+from .errors import ShapeError, check_count
 from .hardware import H200
 from .problem import BLOCK, Activation, DType, Problem, Quant
 
@@ -73,9 +73,7 @@ class GemmConfig:
 
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k", "warps", "stages", "group_m"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_OF_A_TILE:
-                raise ShapeError(f"{name}={value!r}: give an integer from 1 to {MOST_OF_A_TILE}")
+            check_count(getattr(self, name), name, 1, MOST_OF_A_TILE)
         for name in ("swap", "tma", "specialized"):
             if not isinstance(getattr(self, name), bool):
                 raise ShapeError(f"{name}={getattr(self, name)!r}: give true or false")

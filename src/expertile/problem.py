@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from .errors import ShapeError, check_flag, check_number, member
+from .errors import ShapeError, check_count, check_flag, check_number, member
 
 BLOCK = 128  # rows and columns of one scale block in fp8_block; values of one activation scale group
 #: (least, most) of a Problem's sizes. No machine holds the most; far beyond, a plan could not even be priced.
@@ -194,9 +194,7 @@ class Problem:
         if self.total_experts is None:
             object.__setattr__(self, "total_experts", self.experts)
         for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ShapeError(f"{name}={value!r}: give an integer from {least} to {most}")
+            check_count(getattr(self, name), name, least, most)
         for name in ("static_scale", "bias", "weight_on_input"):
             check_flag(getattr(self, name), name)
         if self.total_experts < self.experts:

@@ -9,7 +9,7 @@ import torch
 
 from .errors import ShapeError, check_flag, check_number, member
 from .problem import BLOCK, Activation, DType, Quant
-from .weights import DTYPES, FP8, FP8_MAX, NAMES, Weights, check_sizes, check_weights, is_askew
+from .weights import DTYPES, FP8, FP8_MAX, NAMES, Weights, check_sizes, check_tensor, check_weights, is_askew
 
 
 def prepare_weights(
@@ -20,8 +20,8 @@ def prepare_weights(
         w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale, w13_bias=w13_bias, w2_bias=w2_bias
     )  # fmt: skip
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor) and (value is not None or name in ("w13", "w2")):
-            raise ShapeError(f"{name} is a {type(value).__name__}: give a torch.Tensor")
+        if value is not None or name in ("w13", "w2"):
+            check_tensor(name, value)
     check_sizes(w13, w2, activation)
     _check_dtypes(w13, w2)
     stored = w13.dtype == FP8

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from .api import moe, settings
-from .arguments import check_tensor
 from .errors import check_count
 from .hardware import Hardware
 from .plans import Backend
@@ -17,7 +16,7 @@ from .policy import Settings, decide
 from .problem import Problem
 from .runtime.device import detect
 from .runtime.workspace import Workspace
-from .weights import DTYPES, Weights
+from .weights import DTYPES, Weights, check_tensor
 
 if TYPE_CHECKING:
     from .kernels.tiles import Specialization

@@ -144,6 +144,11 @@ def check_weights(w: Weights) -> None:
             )
 
 
+def check_tensor(name: str, value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(f"{name} is a {type(value).__name__}: give a torch.Tensor")
+
+
 def check_sizes(w13, w2, activation: Activation) -> None:
     """Raises ShapeError unless w13 and w2 are the two matrices of one layer's experts."""
     shapes = f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}"
