@@ -241,14 +241,14 @@ def unable(plan: Plan, hardware: Hardware) -> list[str]:
         return ring_reasons(plan.gemm1, plan.problem, hardware)
     tiles = {Stream.BOTH: (), Stream.DOWN: (plan.gemm1,), Stream.NO: (plan.gemm1, plan.gemm2)}[plan.stream]
     found = [reason for tile in dict.fromkeys(tiles) for reason in tile_reasons(tile, plan.problem, hardware)]
-    if plan.stream is Stream.NO and plan.gemm1.block_m != plan.gemm2.block_m:
-        found.append(f"block_m={plan.gemm1.block_m} and {plan.gemm2.block_m}: one list of row tiles serves both")
-    if plan.stream is Stream.NO and plan.fuse_quant and not fused_quant(plan.problem, plan.gemm1):
-        found.append(
-            f"fuse_quant: a scale of h in {plan.problem.label} spans tiles of GEMM1 (block_n={plan.gemm1.block_n}); it "
-            f"needs static scales, or blocks of {BLOCK} columns within a tile"
-        )
     if plan.stream is Stream.NO:
+        if plan.gemm1.block_m != plan.gemm2.block_m:
+            found.append(f"block_m={plan.gemm1.block_m} and {plan.gemm2.block_m}: one list of row tiles serves both")
+        if plan.fuse_quant and not fused_quant(plan.problem, plan.gemm1):
+            found.append(
+                f"fuse_quant: a scale of h in {plan.problem.label} spans tiles of GEMM1 (block_n={plan.gemm1.block_n}); "
+                f"it needs static scales, or blocks of {BLOCK} columns within a tile"
+            )
         return found
     streamed = (plan.gemm2,) if plan.stream is Stream.DOWN else (plan.gemm1, plan.gemm2)
     found += [reason for tile in dict.fromkeys(streamed) for reason in stream_tile_reasons(tile)]
