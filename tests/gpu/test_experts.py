@@ -382,16 +382,22 @@ KINDS = ("swap", "tma", "tma_wide", "plain", "plain_wide", "specialized", "strea
 def test_the_memory_checker_finds_nothing(tool, kind):
     # The caching allocator would hide a step past the end of a tensor within its blocks.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    # A recorded launch asks the driver for one parameter more than there should be: the refusal is no memory error.
-    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command = [SANITIZER, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "-c", SANITIZED, kind]
+    command = [SANITIZER, "--tool", tool, "--print-limit", "10000", sys.executable, "-c", SANITIZED, kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     said = done.stdout[-2000:] + done.stderr[-2000:]
     assert f"done {kind}" in done.stdout, said
     if tool == "racecheck" and kind in ("specialized", "ring"):
         assert all(map(joined_by_barriers, HAZARD.findall(done.stdout))), said
     else:
-        assert done.returncode == 0 and "SUMMARY: 0 " in done.stdout + done.stderr, said
+        assert done.returncode == 0 and unexplained(done.stdout + done.stderr) == 0, said
+
+
+def unexplained(said: str) -> int:
+    """Errors that memcheck or racecheck counted, but for the one that a recorded launch provokes: runtime/direct.py asks
+    the driver for one parameter more than a kernel should have.
+    """
+    (errors,) = re.findall(r"SUMMARY: (\d+) ", said)
+    return int(errors) - len(re.findall(r"CUDA_ERROR_INVALID_VALUE .* on CUDA API call to cuFuncGetParamInfo\.", said))
 
 
 HAZARD = re.compile(r"access at \S+ in (\w+\.py):(\d+)")
