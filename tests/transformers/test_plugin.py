@@ -128,6 +128,17 @@ def test_a_gradient_is_refused_and_not_left_out(ours):
         logits.sum().backward()
 
 
+def test_a_router_that_is_trained_alone_is_refused_its_gradient_too(ours):
+    """Its weight reaches the loss through the experts' output alone: it would stand still, unnoticed."""
+    routers = [part for part, _ in ours.named_parameters() if ".router." in part or ".gate.weight" in part]
+    assert routers
+    for part, parameter in ours.named_parameters():
+        parameter.requires_grad_(part in routers)
+    logits = ours(prompt()).logits
+    with pytest.raises(UnsupportedProblem, match="no backward pass"):
+        logits.sum().backward()
+
+
 def test_llama4_reports_its_router_logits_as_before():
     """They come from inside the block whose forward is replaced."""
     stock = make_model("llama4")

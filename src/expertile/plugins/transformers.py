@@ -82,7 +82,7 @@ def experts_forward(module, hidden_states, top_k_index, top_k_weights, *, quant:
     x = hidden_states.to(DTYPES[weights.dtype]).contiguous()
     with torch.no_grad():
         y = api.moe(x, weights, top_k_index, top_k_weights)
-    return _without_backward(y.to(hidden_states.dtype), hidden_states, module)
+    return _without_backward(y.to(hidden_states.dtype), module, hidden_states, top_k_weights)
 
 
 def _llama4_forward(quant: Quant, block, hidden_states):
@@ -94,12 +94,12 @@ def _llama4_forward(quant: Quant, block, hidden_states):
         x = hidden_states.to(DTYPES[weights.dtype]).contiguous()
         routed = api.moe(x, weights, logits=logits, router="llama4", top_k=1, weight_on_input=True)
     out = block.shared_expert(hidden_states)
-    return out + _without_backward(routed.to(out.dtype), hidden_states, block.experts), logits
+    return out + _without_backward(routed.to(out.dtype), block.experts, hidden_states, logits), logits
 
 
-def _without_backward(y, hidden_states, module):
+def _without_backward(y, module, *inputs):
     """y, which says so when a gradient is asked for instead of leaving the experts' part of it out."""
-    return backward.refused(y, hidden_states, *module.parameters(recurse=False))
+    return backward.refused(y, *inputs, *module.parameters(recurse=False))
 
 
 def weights_of(module, quant: Quant = Quant.NONE, dtype: torch.dtype | None = None) -> Weights:
