@@ -393,8 +393,8 @@ def test_the_memory_checker_finds_nothing(tool, kind):
 
 
 def unexplained(said: str) -> int:
-    """Errors that memcheck or racecheck counted, but for the one that a recorded launch provokes: runtime/direct.py asks
-    the driver for one parameter more than a kernel should have.
+    """Errors that memcheck or racecheck counted, but for the one that a recorded launch provokes: runtime/direct.py
+    asks the driver for one parameter more than a kernel should have.
     """
     (errors,) = re.findall(r"SUMMARY: (\d+) ", said)
     return int(errors) - len(re.findall(r"CUDA_ERROR_INVALID_VALUE .* on CUDA API call to cuFuncGetParamInfo\.", said))

@@ -246,8 +246,8 @@ def unable(plan: Plan, hardware: Hardware) -> list[str]:
             found.append(f"block_m={plan.gemm1.block_m} and {plan.gemm2.block_m}: one list of row tiles serves both")
         if plan.fuse_quant and not fused_quant(plan.problem, plan.gemm1):
             found.append(
-                f"fuse_quant: a scale of h in {plan.problem.label} spans tiles of GEMM1 (block_n={plan.gemm1.block_n}); "
-                f"it needs static scales, or blocks of {BLOCK} columns within a tile"
+                f"fuse_quant: a scale of h in {plan.problem.label} spans tiles of GEMM1 "
+                f"(block_n={plan.gemm1.block_n}); it needs static scales, or blocks of {BLOCK} columns within a tile"
             )
         return found
     streamed = (plan.gemm2,) if plan.stream is Stream.DOWN else (plan.gemm1, plan.gemm2)
