@@ -232,6 +232,10 @@ def test_formats_and_layers_can_be_switched_off(off, said):
     assert f"EXPERTILE_VLLM_OFF names {off}" in said[0][1]
 
 
+def test_a_format_may_be_in_capitals():
+    assert Settings.from_environment({"EXPERTILE_VLLM_OFF": "BF16,FP8_block"}).off == ("bf16", "fp8_block")
+
+
 @pytest.mark.parametrize("off", ["fp16", "layers.30", "layers.33", "experts.0", "layer"])
 def test_other_names_do_not_switch_a_layer_off(off):
     settings = Settings.from_environment({"EXPERTILE_VLLM_OFF": off})
@@ -243,7 +247,7 @@ def test_other_names_do_not_switch_a_layer_off(off):
     [
         {"EXPERTILE_VLLM": "no"},
         {"EXPERTILE_VLLM_GUARD": "loud"},
-        {"EXPERTILE_VLLM_OFF": "fp8"},
+        *({"EXPERTILE_VLLM_OFF": text} for text in ("fp8", "layers.3:bf16", "int4", "e4m3", "MXFP4", "layers..3")),
         {"EXPERTILE_POLICY": "fastest"},
     ],
 )

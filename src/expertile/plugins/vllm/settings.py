@@ -17,6 +17,16 @@ LABELS = ("bf16", "fp16", "fp8_tensor", "fp8_channel", "fp8_block")
 GUARD_MODES = ("off", "count", "warn", "error")
 
 
+def _switched_off(text: str) -> str:
+    """A format in small letters, or a part of a layer's name. A number within a word (int4, e4m3) is no such part."""
+    if text.lower() in LABELS:
+        return text.lower()
+    words = text.split(".")
+    if text.lower().startswith(("fp", "bf")) or not all(re.fullmatch(r"[A-Za-z_]+|[0-9]+", word) for word in words):
+        raise ShapeError(f"{OFF} names {text!r}: formats are {', '.join(LABELS)}, parts of names are like layers.3")
+    return text
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks for.
@@ -42,10 +52,7 @@ class Settings:
             raise ShapeError(f"{SWITCH}={switch!r}: use 1 or 0")
         if guard not in GUARD_MODES:
             raise ShapeError(f"{GUARD}={guard!r}: use one of {', '.join(GUARD_MODES)}")
-        off = tuple(part.strip() for part in environment.get(OFF, "").split(",") if part.strip())
-        for part in off:
-            if part.startswith(("fp", "bf")) and part not in LABELS:
-                raise ShapeError(f"{OFF} names {part!r}: formats are {', '.join(LABELS)}")
+        off = tuple(_switched_off(part.strip()) for part in environment.get(OFF, "").split(",") if part.strip())
         policy_from_environment(environment)  # what is wrong with it is found here, not in the middle of a layer
         return cls(switch == "1", off, guard)
 
